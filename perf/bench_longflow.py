@@ -266,10 +266,6 @@ def test_prefill(device_benchmark, draw, shape):
     occupied = torch.ones(shape.batch, shape.slots, dtype=torch.bool, device=DEVICE)
     state = empty_state(shape, BUDGET)
 
-    def prefill() -> Tensor:
-        state.reset()
-        return state.prefill(*tensors)
-
     def verify(output: Tensor) -> None:
         check_causal(*tensors, occupied, output)
         query, key, value = tensors
@@ -280,8 +276,8 @@ def test_prefill(device_benchmark, draw, shape):
         )
 
     device_benchmark(
-        prefill, moves=prompt_bytes(shape), verify=verify, capture=False, gated=False,
-        peers=causal_peers(*tensors), verify_peer=lambda output: check_causal(*tensors, occupied, output),
+        lambda: state.prefill(*tensors), before=state.reset, moves=prompt_bytes(shape), verify=verify, capture=False,
+        gated=False, peers=causal_peers(*tensors), verify_peer=lambda output: check_causal(*tensors, occupied, output),
     )
 
 

@@ -1,7 +1,7 @@
 """Benchmarks of prompts, whole and in blocks of 128 tokens, beside PyTorch's attention to the same prompt.
 
-The calls are not captured: an empty state gets a prompt as a model gives it. Not gated yet: whole
-prompts of 4096 tokens, and with 64K tokens ThinKV's and all blocks.
+The calls are not captured: an empty state gets a prompt as a model gives it. Not gated yet: whole prompts of 4096
+tokens, and with 64K tokens ThinKV's and all blocks.
 """
 
 from __future__ import annotations

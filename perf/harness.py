@@ -18,7 +18,7 @@ from .roofline import Roofline
 ROUNDS = 100
 #: Flushes of the L2 cache before a call that is not captured: 16 GB, 4 ms at the 4 TB/s of an H200, longer than the
 #: launches of a prompt.
-LAUNCHES = 32
+FLUSHES = 32
 #: Rounds of a reference, after one warm-up round. References may be a hundred times slower.
 REFERENCE_ROUNDS = 3
 
@@ -107,7 +107,7 @@ class DeviceBenchmark:
 
     def _occupy(self, captured: bool) -> None:
         """Give the device work for the time of a call's launches."""
-        for _ in range(0 if captured else LAUNCHES):
+        for _ in range(0 if captured else FLUSHES):
             self._device.cold()
 
     def _timed(self, program: Program) -> tuple[Any, Any]:

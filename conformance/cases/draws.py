@@ -36,6 +36,12 @@ def is_quick() -> bool:
     return _profile() == "quick"
 
 
+def golden_steps() -> int:
+    """How many steps of a golden trace the CPU replays. Tests ask, not their modules on import: a run inside of a test
+    has another profile than the one around it."""
+    return 24 if is_quick() else 48
+
+
 def _profile() -> str:
     from hypothesis import settings
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.cases.draws import is_quick
+from kvtwin.conformance.cases.draws import golden_steps
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.trace import follow
@@ -27,8 +27,6 @@ GOLDEN = [
     and "3.64.evicted" in load_trace(pair.name).tensors
 ]
 pytestmark = pytest.mark.kind("golden")
-
-CPU_STEPS = 24 if is_quick() else 48
 
 
 def cases(pair: discovery.Pair) -> list[str]:
@@ -63,7 +61,7 @@ def test_a_reference_repeats_its_golden_trace(pair, case, twins):
     for number, start in enumerate(range(0, prompt, config.block_size)):
         state.append_block(*(tensor[:, :, start:min(prompt, start + config.block_size)] for tensor in tensors))
         assert_same(state.positions[0, :, :config.capacity], golden["held"][number], what=f"held after block {number}")
-    steps = len(golden["evicted"]) if about["layer"] == 3 else CPU_STEPS
+    steps = len(golden["evicted"]) if about["layer"] == 3 else golden_steps()
     for step in range(steps):
         before = state.positions[0, :, :config.capacity].clone()
         state.step(*(tensor[:, :, prompt + step] for tensor in tensors))
@@ -81,7 +79,7 @@ def test_a_state_follows_its_golden_trace(pair, case, twins, device):
     )
     tensors, heads = inputs(capture, about["layer"], torch.bfloat16, torch.device("cpu")), slice(None)
     if device.type == "cpu":
-        steps = CPU_STEPS if about["layer"] == 3 else CPU_STEPS // 12
+        steps = golden_steps() if about["layer"] == 3 else golden_steps() // 12
         first, group = cases(pair).index(case), tensors[0].shape[1] // tensors[1].shape[1]
         heads = slice(first, first + 1)
         tensors = [tensors[0][:, first * group:(first + 1) * group], *(tensor[:, heads] for tensor in tensors[1:])]

@@ -1,5 +1,7 @@
-"""Whether a state knows that it is empty. `prefill` reads the number of tokens from the device, which waits for it,
-unless the host has seen all that happened since the state was reset.
+"""Whether a state knows that it is empty, and what a reset and an error in a prompt leave.
+
+`prefill` reads the number of tokens from the device, which waits for it, unless the host has seen all that happened
+since the state was reset.
 
 These tests check our own states for any --kv-impl (see test_twins.py).
 """

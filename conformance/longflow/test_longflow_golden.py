@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtwin.conformance.cases.draws import is_quick
+from kvtwin.conformance.cases.draws import golden_steps
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.trace import follow
@@ -19,7 +19,6 @@ from kvtwin.fixtures.record_longflow import tolerance
 
 pytestmark = pytest.mark.kind("golden")
 
-CPU_STEPS = 24 if is_quick() else 48
 CASES = ("3.64", "3.128", "6.64", "6.128")  # layer.budget
 
 
@@ -67,7 +66,7 @@ def test_longflow_follows_the_golden_trace(case, traces, twins, device):
     golden = traces[1]
     prompt, steps = golden.metadata["prompt"], golden.metadata["steps"]
     if device.type == "cpu":
-        steps = min(steps, CPU_STEPS if case == CASES[0] else CPU_STEPS // 6)
+        steps = min(steps, golden_steps() if case == CASES[0] else golden_steps() // 6)
     tensors, sizes = inputs(case, traces, torch.device("cpu"), torch.bfloat16)
     kept, evicted = (golden.tensors[f"{case}.{name}"] for name in ("kept", "evicted"))
     config = golden.metadata["cases"][case]["config"]

@@ -124,9 +124,8 @@ def test_a_right_state_with_its_slots_in_reverse_order_is_right(judged):
 
 
 TRACES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
-    # One in four of 72 decode steps, from the one that fills the last slot on, or of 36 if the test of the trace was
-    # imported with the profile quick; all but a few of 56 steps and 3 blocks.
-    "longflow": ({"LongFlowState": longflow_states.SecondBestAtTimes}, 9, {}),
+    # One in four of 64 decode steps, from the one that fills the last slot on; all but a few of 56 steps and 3 blocks.
+    "longflow": ({"LongFlowState": longflow_states.SecondBestAtTimes}, 16, {}),
     "tova": ({"TOVAState": appending.DropsTheOldest}, 40, {"slot_order": "any", "options": EVERY_STEP}),
 }
 

@@ -8,9 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of
-from ._step_kernels import _LAST, _lowest, code_of
-
-_FIRST = tl.constexpr(-(2**63))
+from ._step_kernels import _FIRST, _LAST, _lowest, code_of
 
 
 @torch.library.custom_op(

@@ -18,7 +18,9 @@ from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32, root, sortable
 from ._score_kernels import limit, no_sign, rolled, spread, variance
 
-_LAST = tl.constexpr(2**63 - 1)
+#: Above and below every code of a token.
+LAST, FIRST = 2**63 - 1, -(2**63)
+_LAST, _FIRST = tl.constexpr(LAST), tl.constexpr(FIRST)
 
 
 @torch.library.custom_op(

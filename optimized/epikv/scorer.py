@@ -23,7 +23,8 @@ from . import _admit_kernel as admit_kernel
 from . import _score_kernels as score_kernels
 from . import _step_kernels as step_kernels
 from ._hybrids import Attention
-from .scores import FIRST, LAST, Order, difference, kv_variance, lag_kv, order_of, rolling_of, select
+from ._step_kernels import FIRST, LAST
+from .scores import Order, difference, kv_variance, lag_kv, order_of, rolling_of, select
 
 
 class EpiKVScorer(Buffers, Changeable):

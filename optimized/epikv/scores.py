@@ -14,9 +14,6 @@ from .._common import prompt_selection
 from .._common.launch import check_launchable
 from . import _score_kernels as kernels
 
-#: Above and below every code of a token.
-LAST, FIRST = 2**63 - 1, -(2**63)
-
 
 def hidden_change(hidden: Tensor, previous: Tensor) -> Tensor:
     """The change of a hidden state, g = ||h(t) - h(t - 1)||_2 (eq. 1): hidden, previous [..., C] -> [...] float32."""
