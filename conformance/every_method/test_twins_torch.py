@@ -271,6 +271,17 @@ class TestCudaGraphs:
             assert_same_bits(output, step(eager, static), f"output of step {number}")
         assert_same_bits(attributes(replayed), attributes(eager), "state")
 
+    @every_state
+    def test_a_prompt_after_a_replay_is_refused(
+        self, twin: Pair, options: dict[str, Any], device: torch.device
+    ) -> None:
+        """The host does not see that the replay gives the reset state a token."""
+        state = new_state(twin, twin.optimized, device, **options)
+        graph, _ = self.captured(state, token(device, seed=0), device)
+        graph.replay()
+        with pytest.raises(RuntimeError, match="empty state"):
+            prefill(state, prompt(device, seed=100))
+
     @every_method
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
     def test_check_finite_is_refused(self, twin: Pair, device: torch.device) -> None:

@@ -111,14 +111,14 @@ META = Path(__file__).parents[1] / "meta"
 #: Patterns of the files that ``kvtwin verify`` leaves to the whole suite: the caches for transformers, which need
 #: transformers and generate text with a method; interrupted calls, whose results do not depend on the machine; parts of
 #: prompts, which other tests cover as a whole; calls made many times, of which a GPU makes more; the form of kvtwin's
-#: two sides, what torch.compile asks of them, and their heads on several ranks; and the stored traces and accuracies
-#: themselves.
+#: two sides, what torch.compile asks of them, what their states know on the host, and their heads on several ranks; and
+#: the stored traces and accuracies themselves.
 LEFT_OUT = tuple(
     str(META.parent / "*" / name)
     for name in (
         "test_*_hf*.py", "test_caches*.py", "test_progress.py", "test_interruptions.py", "test_blocks_evict.py",
-        "test_blocks_graph.py", "test_prompt_kernels.py", "test_repeatable.py", "test_twins*.py",
-        "test_fixtures.py", "test_accuracy*.py", "test_needle.py", "test_*_ranks.py",
+        "test_blocks_graph.py", "test_prompt_kernels.py", "test_empty_states.py", "test_repeatable.py",
+        "test_twins*.py", "test_fixtures.py", "test_accuracy*.py", "test_needle.py", "test_*_ranks.py",
     )
 )
 
