@@ -221,7 +221,13 @@ def choosing(pair: Pair) -> list[ModuleType]:
 @contextlib.contextmanager
 def fused_as(pair: Pair, value: bool) -> Iterator[None]:
     """Use the kernels for many KV heads, or those for few, whatever their number."""
+    ops: Any = importlib.import_module(f"{discovery.OPTIMIZED}._common.block_cache.ops")
+
+    def many_programs(heads: int, end: int, count: int, device: torch.device) -> bool:
+        return count > 1 and not value
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ops, "many_programs", many_programs))
         for module in choosing(pair):
             stack.enter_context(mock.patch.object(module, "fused", return_value=value))
         yield

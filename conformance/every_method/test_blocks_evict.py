@@ -48,7 +48,10 @@ def after(
 @pytest.mark.parametrize("place", range(3), ids=["small", "chunks", "apart"])
 @pytest.mark.parametrize("content", ["ties", "close", "wide", "special", "integers", "equal integers"])
 @pytest.mark.parametrize("guarded", [False, True], ids=["all", "protected"])
-def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, device):
+@pytest.mark.parametrize("many", [False, True], ids=["one-program", "many-programs"])
+def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, many, device, monkeypatch):
+    """One program per head chooses, or many that count."""
+    monkeypatch.setattr(ops, "many_programs", lambda *_: many)
     budget, count = SIZES[device.type][place]
     shape, end = (BATCH, HEADS), budget + count
     generator = torch.Generator().manual_seed(place)

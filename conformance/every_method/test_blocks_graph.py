@@ -21,9 +21,9 @@ from kvtwin.optimized._common.block_cache.state import BlockState
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.slow_on_cpu]
 BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
-#: In these tests a graph is worth its capture from LEAST blocks on, and a chunk has CHUNK blocks.
-LEAST, CHUNK = 4, 2
-#: No tensor of a block fills all programs that copy it.
+#: In these tests a graph is worth its capture from LEAST blocks on, and a chunk has one for EACH of the prompt, at most
+#: CHUNK.
+LEAST, CHUNK, EACH = 4, 2, 2
 BLOCK, BUDGET, HEAD_DIM = 3, 12, 20
 TOKENS = BLOCK * (LEAST + 1) + 2
 #: Methods whose evictions do not depend on the attention of a block.
@@ -36,6 +36,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short prompts take graphs, too. The CPU has no CUDA graphs: there, a replay is another call."""
     monkeypatch.setattr(graph, "BLOCKS", LEAST)
     monkeypatch.setattr(graph, "CHUNK", CHUNK)
+    monkeypatch.setattr(graph, "EACH", EACH)
     if device.type == "cpu":
         monkeypatch.setattr(graph, "DEVICES", ("cpu",))
         monkeypatch.setattr(graph, "captured", captured)
@@ -113,8 +114,8 @@ def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, mon
 @pytest.mark.parametrize("blocks", [LEAST, 10**6], ids=["graph", "plain"])
 @pytest.mark.parametrize("total", [TOKENS, LEAST * BLOCK])
 def test_no_block_is_empty(pair, total, blocks, device, monkeypatch):
-    """Without a graph, every block of the prompt is appended by a call. With a graph, one call appends the first block,
-    one is captured, and one appends the rest."""
+    """Without a graph, every block of the prompt is appended by a call. With a graph, calls append the first chunk and
+    are captured, likewise the first single block behind the last chunk, and one call appends the rest."""
     state, lengths = state_of(pair, device), []
     append = state._append
 

@@ -1,10 +1,10 @@
-"""The work of one block of tokens as a CUDA graph, for prompts of many blocks.
+"""The work of some blocks of tokens as a CUDA graph, for prompts of many blocks.
 
 With a small batch, the host takes longer to launch the kernels of a block than the GPU takes to run them. A graph is
 launched as a whole. It runs the same kernels as calls without a graph, so the results have the same bits.
 
-A graph finds its data at fixed addresses. Several blocks of the prompt, a chunk, are copied to memory of the graph at a
-time. Each replay takes the chunk's next block, appends it, and puts the output at the block's place.
+A graph finds its data at fixed addresses. As many blocks of the prompt as a graph appends, a chunk, are copied to
+memory of the graph. A replay appends all of them, and their output is copied from the graph's memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...reference._validate import capturing
-from .launch import SMALL_TILES, on_device_of
+from .launch import on_device_of
 
 Append = Callable[..., Tensor]
 
@@ -30,14 +28,14 @@ Append = Callable[..., Tensor]
 BLOCKS = 8
 #: Elements of a block's largest tensor up to which the host is slower than the GPU. It also limits a graph's memory.
 ELEMENTS = 2**23
-#: Blocks of a chunk: more of them need more memory and hardly less time.
+#: The most blocks of a chunk.
 CHUNK = 8
+#: A graph has a block for as many of the prompt's, up to CHUNK: the capture takes the host as long as plain calls.
+EACH = 8
 #: Shapes whose memory is kept.
 MEMORIES = 8
 #: Devices that have graphs.
 DEVICES = ("cuda",)
-#: Elements that a program copies.
-COPIED = 64 if SMALL_TILES else 4096
 
 #: Each state's graph. States are copied and stored, and graphs cannot be.
 _graphs: WeakKeyDictionary[Any, BlockGraph] = WeakKeyDictionary()
@@ -76,7 +74,7 @@ class Prompt:
 
 class Memory:
     """What the graphs of the same shapes on the same stream share, since they run one after the other: a chunk and its
-    output, the tensors of a block, the streams of captures, and the pool of all other tensors."""
+    output, the streams of captures, and the pool of all other tensors."""
 
     def __init__(self, prompt: Prompt) -> None:
         blocks = [prompt.chunk(tensor, 0, 1) for tensor in prompt.tensors]
@@ -86,10 +84,7 @@ class Memory:
             self.chunk = tuple(
                 torch.empty((self.blocks, *one.shape[1:]), dtype=one.dtype, device=device) for one in blocks
             )
-            self.inputs = tuple(torch.empty_like(one[0]) for one in self.chunk)
             self.output = torch.empty_like(self.chunk[0])
-            # The block that the next replay takes, and the block whose output is put next.
-            self.numbers = torch.zeros(2, dtype=torch.int64, device=device)
         self.lock = threading.Lock()
         self.stream: Any = None
         self.branch: Any = None
@@ -104,24 +99,21 @@ class Memory:
         """Capture a graph that stays: a pool whose last graph is gone cannot be used again. Raises RuntimeError where a
         capture cannot allocate memory, such as with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
         if self.pool is not None and self._anchor is None:
-            self._anchor = captured(lambda: torch.zeros(1, device=self.numbers.device), self)
+            self._anchor = captured(lambda: torch.zeros(1, device=self.output.device), self)
 
     def load(self, prompt: Prompt, first: int, count: int) -> None:
-        """Copy a chunk, the first block of which the next replay takes."""
+        """Copy a chunk."""
         for mine, given in zip(self.chunk, prompt.tensors, strict=True):
             mine[:count].copy_(prompt.chunk(given.detach(), first, count))
-        self.numbers.zero_()
+
+    def append(self, append: Append, count: int) -> None:
+        """Append the blocks of the chunk, one after the other."""
+        outputs = [append(*(tensor[number] for tensor in self.chunk)) for number in range(count)]
+        torch.stack(outputs, out=self.output[:count])
 
     def store(self, prompt: Prompt, first: int, count: int) -> None:
         """Copy the output of a chunk."""
         prompt.chunk(prompt.output, first, count).copy_(self.output[:count])
-
-    def append(self, append: Append) -> Tensor:
-        """Append the chunk's next block, and put its output in its place."""
-        _copy(self.chunk, self.inputs, self.numbers, TAKES=True)
-        output = append(*self.inputs)
-        _copy((output,), (self.output,), self.numbers, TAKES=False)
-        return output
 
 
 #: Up to MEMORIES of them, the oldest first. They outlive the states, so that the next states use their pools again.
@@ -143,17 +135,17 @@ def _memory(shapes: tuple[Any, ...], prompt: Prompt) -> Memory:
 
 
 class BlockGraph:
-    """A state's work of one block, `append(*block)`, captured; the result is the block's output.
+    """A state's work of a chunk, `append(*block)` for each block, captured; the result is the block's output.
 
-    It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first block compiles the
-    kernels, and its call is captured for the next ones. After a failed capture there is no graph, and `append` is
-    called for each block.
+    It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first chunk compiles the
+    kernels, and its calls are captured for the next ones. Behind the last whole chunk, a chunk is one block. After a
+    failed capture there is no graph, and `append` is called for each block.
     """
 
     def __init__(self, prompt: Prompt, buffers: tuple[Tensor, ...]) -> None:
         self._shapes, self._places = prompt.shapes(), _places(buffers)
         self._memory: Memory | None = _memory(self._shapes, prompt)
-        self._replay: Callable[[], None] | None = None
+        self._replays: dict[int, Callable[[], None]] = {}                       # by the blocks of a chunk
 
     def fits(self, prompt: Prompt, buffers: tuple[Tensor, ...]) -> bool:
         """Whether the graph does for a block what plain calls would."""
@@ -163,28 +155,26 @@ class BlockGraph:
         """Append all blocks."""
         first = 0
         while (memory := self._memory) is not None and first < prompt.count:
-            count = min(memory.blocks, prompt.count - first)
+            count = min(memory.blocks, _power_of_two(prompt.count // EACH))
+            if count > prompt.count - first:
+                count = 1
             with memory.lock:
                 memory.load(prompt, first, count)
-                for number in range(count):
-                    self._append(append, memory)
-                    if self._memory is None:                           # the capture has failed
-                        count = number + 1
-                        break
+                self._append(append, memory, count)
                 memory.store(prompt, first, count)
             first += count
         for number in range(first, prompt.count):
             output = append(*(prompt.chunk(tensor, number, 1)[0] for tensor in prompt.tensors))
             prompt.chunk(prompt.output, number, 1)[0].copy_(output)
 
-    def _append(self, append: Append, memory: Memory) -> None:
-        if self._replay is not None:
-            self._replay()
+    def _append(self, append: Append, memory: Memory, count: int) -> None:
+        if count in self._replays:
+            self._replays[count]()
             return
-        memory.append(append)
+        memory.append(append, count)
         try:
             memory.keep_pool()
-            self._replay = captured(lambda: memory.append(append), memory)
+            self._replays[count] = captured(lambda: memory.append(append, count), memory)
         except RuntimeError as error:
             self._memory = None
             with _lock:
@@ -256,48 +246,6 @@ def _places(buffers: tuple[Tensor, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple((tensor.data_ptr(), *tensor.shape, *tensor.stride()) for tensor in buffers)
 
 
-def _copy(sources: tuple[Tensor, ...], targets: tuple[Tensor, ...], numbers: Tensor, *, TAKES: bool) -> None:
-    """TAKES: copy a block of each source to its target; else copy each source to a block of its target. `numbers` says
-    which block, and counts."""
-    blocks = targets if TAKES else sources
-    counts = [tensor.numel() for tensor in blocks]
-    pairs = [tensor for pair in zip(sources, targets, strict=True) for tensor in pair]
-    missing = 4 - len(blocks)
-    assert missing >= 0
-    copy_kernel[(max(1, triton.cdiv(max(counts, default=0), COPIED)),)](
-        *pairs, *([numbers] * 2 * missing), numbers, *counts, *([0] * missing), NUMBER=len(blocks), TAKES=TAKES,
-        SIZE=COPIED, num_warps=4,
-    )
-
-
-@triton.jit
-def _copy_part(source, target, count, block, SIZE: tl.constexpr, TAKES: tl.constexpr):
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    if TAKES:
-        source += block * count
-    else:
-        target += block * count
-    tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)
-
-
-@triton.jit
-def copy_kernel(
-    source0, target0, source1, target1, source2, target2, source3, target3, numbers, count0, count1, count2, count3,
-    NUMBER: tl.constexpr, TAKES: tl.constexpr, SIZE: tl.constexpr,
-):
-    """Program (SIZE elements of each of NUMBER tensors). A launch reads one of the two numbers and writes the other, so
-    that no program reads what another writes."""
-    block = tl.load(numbers) if TAKES else tl.load(numbers + 1)
-    if NUMBER > 0:
-        _copy_part(source0, target0, count0, block, SIZE, TAKES)
-    if NUMBER > 1:
-        _copy_part(source1, target1, count1, block, SIZE, TAKES)
-    if NUMBER > 2:
-        _copy_part(source2, target2, count2, block, SIZE, TAKES)
-    if NUMBER > 3:
-        _copy_part(source3, target3, count3, block, SIZE, TAKES)
-    if tl.program_id(0) == 0:
-        if TAKES:
-            tl.store(numbers + 1, block)
-        else:
-            tl.store(numbers, block + 1)
+def _power_of_two(number: int) -> int:
+    """The largest one up to `number`, and at least 1."""
+    return 1 << max(0, number.bit_length() - 1)

@@ -209,7 +209,7 @@ def _choose(
         codes, rank, occupied, occupied, token_index, end, sinks, recent_from, CHUNK, False, False
     )
     threshold, below = _threshold(codes, lowest, highest, end, leave, CHUNK)
-    _, never = ends_of(codes)
+    _, never = ends_of(codes.dtype.element_ty)
     ties = leave - below
     tied = leave * 0
     free = leave * 0

@@ -93,12 +93,32 @@ def arrive_kernel(
 
 
 @triton.jit
-def ends_of(codes):
-    """The lowest and the highest number of the dtype of codes, int32 or int64. The highest is no token's code."""
-    if codes.dtype.element_ty == tl.int64:
+def ends_of(dtype: tl.constexpr):
+    """The lowest and the highest number of a dtype, int32 or int64. The highest is no token's code."""
+    if dtype == tl.int64:
         return tl.full([], _WIDE_LOWEST, tl.int64), tl.full([], _WIDE_NEVER, tl.int64)
     else:
         return tl.full([], _LOWEST, tl.int32), tl.full([], NEVER, tl.int32)
+
+
+@triton.jit
+def code_of(
+    s, end, rank, protected, occupied, token_index, sinks, recent_from, never, BY_AGE: tl.constexpr,
+    PROTECTED: tl.constexpr,
+):
+    """The ranks of slots s, float32 or int64, as integers in the order of eviction, `never` for slots that are not
+    candidates. Also whether there is a token. Pointers are at the head."""
+    holds = tl.load(occupied + s, mask=s < end, other=0) != 0
+    index = tl.load(token_index + s, mask=holds, other=0)
+    candidate = holds & (index >= sinks) & (index < recent_from)
+    if PROTECTED:
+        candidate = candidate & (tl.load(protected + s, mask=holds, other=1) == 0)
+    code = index
+    if not BY_AGE:
+        code = tl.load(rank + s, mask=holds, other=0)
+        if rank.dtype.element_ty == tl.float32:
+            code = sortable(code)
+    return tl.where(candidate, code, never), holds
 
 
 @triton.jit
@@ -106,27 +126,18 @@ def _write_codes(
     codes, rank, protected, occupied, token_index, end, sinks, recent_from,
     CHUNK: tl.constexpr, BY_AGE: tl.constexpr, PROTECTED: tl.constexpr,
 ):
-    """Store the slots' ranks, float32 or int64, as integers in the order of eviction, the highest integer for slots
-    that are not candidates. Returns the candidates' lowest and highest code."""
-    least, never = ends_of(codes)
+    """Store the slots' codes. Returns the candidates' lowest and highest code."""
+    least, never = ends_of(codes.dtype.element_ty)
     lowest = tl.zeros([CHUNK], codes.dtype.element_ty) + never
     highest = tl.zeros([CHUNK], codes.dtype.element_ty) + least
     for start in range(0, end, CHUNK):
         s = start + tl.arange(0, CHUNK)
-        holds = tl.load(occupied + s, mask=s < end, other=0) != 0
-        index = tl.load(token_index + s, mask=holds, other=0)
-        candidate = holds & (index >= sinks) & (index < recent_from)
-        if PROTECTED:
-            candidate = candidate & (tl.load(protected + s, mask=holds, other=1) == 0)
-        code = index
-        if not BY_AGE:
-            code = tl.load(rank + s, mask=holds, other=0)
-            if codes.dtype.element_ty == tl.int32:
-                code = sortable(code)
-        code = tl.where(candidate, code, never)
+        code, _ = code_of(
+            s, end, rank, protected, occupied, token_index, sinks, recent_from, never, BY_AGE, PROTECTED
+        )
         tl.store(codes + s, code, mask=s < end)
         lowest = tl.minimum(lowest, code)
-        highest = tl.maximum(highest, tl.where(candidate, code, least))
+        highest = tl.maximum(highest, tl.where(code != never, code, least))
     tl.debug_barrier()
     return tl.min(lowest, 0), tl.max(highest, 0)
 
@@ -135,7 +146,7 @@ def _write_codes(
 def _threshold(codes, lowest, highest, end, wanted, CHUNK: tl.constexpr):
     """The `wanted`-th lowest code, and the number of codes below it. Finds its base-256 digits, from histograms; the
     first one is `lowest`, so that the eviction of one token needs none."""
-    _, never = ends_of(codes)
+    _, never = ends_of(codes.dtype.element_ty)
     base = lowest.to(tl.int64)
     below = wanted * 0
     if wanted > 1:
@@ -172,7 +183,7 @@ def _leaving(code, threshold, tied, ties):
 def _free_among(codes, s, before, threshold, tied, ties, budget):
     """Which of the slots s below `budget` are free after the evictions, as 0 or 1: those whose token is evicted, and
     those from `before` on, which had none. Also returns `tied` after these slots."""
-    _, never = ends_of(codes)
+    _, never = ends_of(codes.dtype.element_ty)
     code = tl.load(codes + s, mask=s < budget, other=never)
     leaves, tied = _leaving(code, threshold, tied, ties)
     return tl.where((leaves | (s >= before)) & (s < budget), 1, 0), tied
@@ -244,7 +255,7 @@ def evict_kernel(
         codes, rank + batch_head * rank_h, protected + batch_head * protected_h, occupied, token_index + at, end, sinks,
         tl.where(recent > 0, total - recent, NEVER), CHUNK, BY_AGE, PROTECTED,
     )
-    threshold, never = ends_of(codes)
+    threshold, never = ends_of(codes.dtype.element_ty)
     ties = leave * 0                                        # evictions among the codes equal to the threshold
     if leave > 0:
         threshold, below = _threshold(codes, lowest, highest, end, leave, CHUNK)

@@ -6,13 +6,18 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import SMALL_TILES, on_device_of, padded_head_dim
+from ..launch import INTERPRETED, SMALL_TILES, multiprocessors, on_device_of, padded_head_dim
+from .count_kernels import place_and_settle_kernel, place_kernel, stay_kernel
 from .evict_kernels import arrive_kernel, evict_kernel, settle_kernel
 
 #: Tokens of a block from which their moves are a launch of their own, with more programs.
 APART = 256
 #: Warps of a program that chooses evictions among more than 1024 slots.
 EVICTING_WARPS = 16
+#: The slots of a program that counts which tokens are evicted earlier, and the tokens it compares them with at a time.
+COUNTING_TILE = (16, 32) if SMALL_TILES else (64, 256)
+#: Comparisons, of a slot with a tile, that take each multiprocessor as long as one program takes to choose for a head.
+COMPARISONS = 2**13
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -136,12 +141,7 @@ def evict(
     tokens, or None. Adds `came` to seen.
     """
     tensors = key, value, occupied, positions, score, token_index, carried
-    apart = count > (32 if SMALL_TILES else APART)
-    destination = _launch(
-        rank, protected, tensors, valid_seen, seen, budget, count, came, sinks, recent, moves=not apart
-    )
-    if apart:
-        _settle(destination, tensors, budget)
+    _launch(rank, protected, tensors, valid_seen, seen, budget, count, came, sinks, recent, moves=True)
 
 
 @evict.register_fake
@@ -159,30 +159,89 @@ def _launch(
 ) -> Tensor:
     """`choose`, and with `moves` what `settle` does. tensors: those of `evict`; without moves only occupied and
     token_index."""
-    key, value, occupied, positions, score, token_index, carried = tensors
-    assert occupied is not None and token_index is not None
-    batch, heads, slots = occupied.shape
-    end = budget + count
+    occupied = tensors[2]
+    assert occupied is not None
+    batch, heads, _ = occupied.shape
     rank, protected = (None if mask is None else rows(mask) for mask in (rank, protected))
     destination, free_slots = (
         torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device) for _ in range(2)
     )
+    given = rank, protected, tensors, valid_seen, seen, free_slots, destination, budget, came, sinks, recent
+    with on_device_of(occupied):
+        if many_programs(batch * heads, budget + count, count, occupied.device):
+            _launch_counting(*given, moves=moves)
+        else:
+            apart = count > (32 if SMALL_TILES else APART)
+            _launch_evict(*given, moves=moves and not apart)
+            if moves and apart:
+                _settle(destination, tensors, budget)
+    return destination
+
+
+def many_programs(heads: int, end: int, count: int, device: torch.device) -> bool:
+    """Whether many programs per head choose the evictions of a block of `count` tokens. In the interpreter, those of
+    blocks with an even number of tokens, so that tests cover both cases."""
+    if INTERPRETED:
+        return count % 2 == 0
+    programs = heads * triton.cdiv(end, COUNTING_TILE[0])
+    return count > 1 and programs * end <= COMPARISONS * multiprocessors(device)
+
+
+def _launch_counting(
+    rank: Tensor | None, protected: Tensor | None, tensors: tuple[Tensor | None, ...], valid_seen: Tensor, seen: Tensor,
+    free_slots: Tensor, destination: Tensor, budget: int, came: int, sinks: int, recent: int, *, moves: bool,
+) -> None:
+    key, _, occupied, _, _, token_index, carried = tensors
+    assert occupied is not None and token_index is not None
+    batch, heads, slots = occupied.shape
+    count = destination.shape[2]
+    end = budget + count
+    stays = torch.empty(batch, heads, end, dtype=torch.int8, device=occupied.device)
+    own, compared = COUNTING_TILE
+    blocks = triton.cdiv(end, own)
+    stay_kernel[(batch * heads * blocks,)](
+        token_index if rank is None else rank, occupied if protected is None else protected, occupied, token_index,
+        valid_seen, seen, stays, end, came, slots,
+        *(0 if mask is None else mask.stride(1) for mask in (rank, protected)), budget, sinks, recent, blocks,
+        SLOTS=own, CHUNK=compared, BY_AGE=rank is None, PROTECTED=protected is not None,
+        WIDE=rank is not None and rank.dtype == torch.int64, num_warps=4 if SMALL_TILES else 8,
+    )
+    tokens, chunk = _tokens(count), chunk_size(budget)
+    programs = batch * heads * triton.cdiv(count, tokens)
+    if not moves:
+        place_kernel[(programs,)](
+            stays, free_slots, destination, count, budget, CHUNK=chunk, TOKENS=tokens, num_warps=4
+        )
+        return
+    assert key is not None
+    place_and_settle_kernel[(programs,)](
+        stays, free_slots, destination, *tensors, count, slots, budget, HEAD_DIM=key.shape[3],
+        D_PAD=padded_head_dim(key.shape[3]), CHUNK=chunk, TOKENS=tokens, CARRIED=carried is not None, num_warps=4,
+    )
+
+
+def _launch_evict(
+    rank: Tensor | None, protected: Tensor | None, tensors: tuple[Tensor | None, ...], valid_seen: Tensor, seen: Tensor,
+    free_slots: Tensor, destination: Tensor, budget: int, came: int, sinks: int, recent: int, *, moves: bool,
+) -> None:
+    key, value, occupied, positions, score, token_index, carried = tensors
+    assert occupied is not None and token_index is not None
+    batch, heads, slots = occupied.shape
+    count = destination.shape[2]
+    end = budget + count
     wide = rank is not None and rank.dtype == torch.int64
     codes = torch.empty(batch, heads, end, dtype=torch.int64 if wide else torch.int32, device=occupied.device)
     head_dim = 16 if key is None else key.shape[3]
-    chunk = chunk_size(end)
     moved = 0 if key is None or not moves else 16 if count <= 16 else moved_at_once(key)
-    with on_device_of(occupied):
-        evict_kernel[(batch * heads,)](
-            token_index if rank is None else rank, occupied if protected is None else protected, key, value, occupied,
-            positions, score, token_index, carried, valid_seen, seen, codes, free_slots, destination,
-            count, came, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
-            budget, sinks, recent, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
-            TOKENS=16 if SMALL_TILES or count <= 16 else 128, BY_AGE=rank is None, PROTECTED=protected is not None,
-            CARRIED=carried is not None, MOVED=moved,
-            num_warps=4 if end <= 1024 else EVICTING_WARPS,
-        )
-    return destination
+    evict_kernel[(batch * heads,)](
+        token_index if rank is None else rank, occupied if protected is None else protected, key, value, occupied,
+        positions, score, token_index, carried, valid_seen, seen, codes, free_slots, destination,
+        count, came, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
+        budget, sinks, recent, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk_size(end),
+        TOKENS=16 if SMALL_TILES or count <= 16 else 128, BY_AGE=rank is None, PROTECTED=protected is not None,
+        CARRIED=carried is not None, MOVED=moved,
+        num_warps=4 if end <= 1024 else EVICTING_WARPS,
+    )
 
 
 def _settle(destination: Tensor, tensors: tuple[Tensor | None, ...], budget: int) -> None:
