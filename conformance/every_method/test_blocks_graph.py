@@ -232,6 +232,32 @@ def test_prompts_in_and_outside_of_inference_mode(device):
     assert_same(first.clone(), third, what="output of the second prompt")
 
 
+@pytest.mark.parametrize(("blocks", "most", "expected"), [
+    (9, 8, {1}), (15, 8, {1}), (16, 8, {2}), (40, 8, {4}), (41, 8, {4, 1}), (64, 8, {8}), (200, 8, {8}),
+    (67, 3, {3, 1}),
+], ids=str)
+def test_a_graph_has_a_block_for_every_eight_of_the_prompt(blocks, most, expected, device, monkeypatch):
+    """At most as many as a chunk has. Behind the last chunk, it has one."""
+    monkeypatch.setattr(graph, "EACH", 8)
+    monkeypatch.setattr(graph, "CHUNK", most)
+    monkeypatch.setattr(graph, "_memories", {})
+    prompt = torch.rand(1, 1, 2 * blocks, 16, device=device)
+    appended: list[Tensor] = []
+
+    def append(block: Tensor) -> Tensor:
+        appended.append(block.clone())
+        return block + 1
+
+    output = torch.zeros_like(prompt)
+    given = graph.Prompt((prompt,), output, 2, blocks)
+    graphs = graph.BlockGraph(given, ())
+    graphs.run(append, given)
+    assert graphs._replays.keys() == expected
+    assert torch.equal(output, prompt + 1)
+    if device.type == "cpu":                                             # where a replay calls `append`
+        assert torch.equal(torch.cat(appended, 2), prompt)
+
+
 def test_large_blocks_and_short_prompts_take_no_graph(device):
     query = torch.empty(1, 4, 8 * LEAST, 64, device=device)
     assert graph.worth_a_graph(query, 8)
