@@ -218,6 +218,14 @@ def choosing(pair: Pair) -> list[ModuleType]:
     return [*found, step] if rule in step.RULES and rule not in step.BARE else found
 
 
+def ways(pair: Pair) -> tuple[bool, ...]:
+    """The arguments of `fused_as` that make a difference: for block states both, since they choose evictions by other
+    kernels with many heads."""
+    blocks: Any = importlib.import_module(f"{discovery.OPTIMIZED}._common.block_cache.state")
+    state = getattr(pair.optimized, pair.state.__name__) if pair.state else object
+    return (False, True) if choosing(pair) or issubclass(state, blocks.BlockState) else (False,)
+
+
 @contextlib.contextmanager
 def fused_as(pair: Pair, value: bool) -> Iterator[None]:
     """Use the kernels for many KV heads, or those for few, whatever their number."""
@@ -243,7 +251,7 @@ def compile_pair(
     call_all(pair, dtype, head_dims)
     if ranks:
         call_on_ranks(pair, dtype, head_dims)
-    if choosing(pair):
+    if True in ways(pair):
         with fused_as(pair, True):
             call_all(pair, dtype, head_dims)
 

@@ -21,9 +21,9 @@ from kvtwin.optimized._common.block_cache.state import BlockState
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.slow_on_cpu]
 BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
-#: In these tests a graph is worth its capture from LEAST blocks on, and a chunk has one for EACH of the prompt, at most
-#: CHUNK.
-LEAST, CHUNK, EACH = 4, 2, 2
+#: In these tests a graph is worth its capture from LEAST blocks on, and a prompt has TIMES as many blocks as a chunk,
+#: which has CHUNK at most.
+LEAST, CHUNK, TIMES = 4, 2, 2
 BLOCK, BUDGET, HEAD_DIM = 3, 12, 20
 TOKENS = BLOCK * (LEAST + 1) + 2
 #: Methods whose evictions do not depend on the attention of a block.
@@ -36,7 +36,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short prompts take graphs, too. The CPU has no CUDA graphs: there, a replay is another call."""
     monkeypatch.setattr(graph, "BLOCKS", LEAST)
     monkeypatch.setattr(graph, "CHUNK", CHUNK)
-    monkeypatch.setattr(graph, "EACH", EACH)
+    monkeypatch.setattr(graph, "TIMES", TIMES)
     if device.type == "cpu":
         monkeypatch.setattr(graph, "DEVICES", ("cpu",))
         monkeypatch.setattr(graph, "captured", captured)
@@ -149,12 +149,20 @@ def test_a_copy_and_a_state_with_other_buffers_need_a_graph_of_their_own(pair, d
 
 
 @some_pairs
-def test_without_a_capture_blocks_are_appended_one_by_one(pair, device, monkeypatch):
-    """As when the GPU has no memory left for it. A warning says so, once for a state."""
+@pytest.mark.parametrize("captures", [0, 1], ids=["chunk", "single"])
+def test_without_a_capture_blocks_are_appended_one_by_one(pair, captures, device, monkeypatch):
+    """As when the GPU has no memory left for it, or only for the graph of a chunk. A warning says so, once for a state.
+    """
     state, plain, prompt = state_of(pair, device), state_of(pair, device), prompt_of(5, device)
+    capture, done = graph.captured, []
 
-    def fails(function: object, memory: object) -> None:
-        raise RuntimeError("out of memory")
+    def fails(function: Any, memory: Any) -> Any:
+        keeps_pool = memory.pool is not None and memory._anchor is None
+        if len(done) == captures and not (captures and keeps_pool):
+            raise RuntimeError("out of memory")
+        if not keeps_pool:
+            done.append(function)
+        return capture(function, memory)
 
     with monkeypatch.context() as broken:
         broken.setattr(graph, "captured", fails)
@@ -238,7 +246,7 @@ def test_prompts_in_and_outside_of_inference_mode(device):
 ], ids=str)
 def test_a_graph_has_a_block_for_every_eight_of_the_prompt(blocks, most, expected, device, monkeypatch):
     """At most as many as a chunk has. Behind the last chunk, it has one."""
-    monkeypatch.setattr(graph, "EACH", 8)
+    monkeypatch.setattr(graph, "TIMES", 8)
     monkeypatch.setattr(graph, "CHUNK", most)
     monkeypatch.setattr(graph, "_memories", {})
     prompt = torch.rand(1, 1, 2 * blocks, 16, device=device)

@@ -100,7 +100,7 @@ def first_that_differs(calls: list[every_call.Call], device: torch.device, round
 VARIANTS = [
     pytest.param(pair, large, fused, id=f"{pair}-{'larger' if large else 'tiny'}{'-fused' if fused else ''}")
     for pair in discovery.pairs()
-    for fused in ((False, True) if compile_only.choosing(pair) else (False,))
+    for fused in compile_only.ways(pair)
     for large in ((False,) if INTERPRETED else (False, True))
 ]
 

@@ -41,7 +41,7 @@ def launch_all(pair: discovery.Pair, device: torch.device) -> None:
     """Make every call of a pair with both sizes, and with the kernels for few and for many KV heads."""
     for large, dtype, head_dim in SIZES:
         with tiny.larger() if large else nullcontext():
-            for fused in (False, True) if compile_only.choosing(pair) else (False,):
+            for fused in compile_only.ways(pair):
                 with compile_only.fused_as(pair, fused):
                     for call in every_call.of(pair, device, dtype, (head_dim or tiny.HEAD_DIM,), (True,)):
                         call.run()

@@ -3,8 +3,8 @@
 With a small batch, the host takes longer to launch the kernels of a block than the GPU takes to run them. A graph is
 launched as a whole. It runs the same kernels as calls without a graph, so the results have the same bits.
 
-A graph finds its data at fixed addresses. As many blocks of the prompt as a graph appends, a chunk, are copied to
-memory of the graph. A replay appends all of them, and their output is copied from the graph's memory.
+A graph finds its data at fixed addresses. Some blocks of the prompt, a chunk, are copied to memory of the graph. A
+replay appends all of them, and their output is copied from the graph's memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BLOCKS = 8
 ELEMENTS = 2**23
 #: The most blocks of a chunk.
 CHUNK = 8
-#: A graph has a block for as many of the prompt's, up to CHUNK: the capture takes the host as long as plain calls.
-EACH = 8
+#: How many times as many blocks a prompt has at least as its chunks: a capture takes the host as long as plain calls.
+TIMES = 8
 #: Shapes whose memory is kept.
 MEMORIES = 8
 #: Devices that have graphs.
@@ -107,7 +107,7 @@ class Memory:
             mine[:count].copy_(prompt.chunk(given.detach(), first, count))
 
     def append(self, append: Append, count: int) -> None:
-        """Append the blocks of the chunk, one after the other."""
+        """Append the blocks of the chunk, one after the other, and put their output in `output`."""
         outputs = [append(*(tensor[number] for tensor in self.chunk)) for number in range(count)]
         torch.stack(outputs, out=self.output[:count])
 
@@ -135,11 +135,11 @@ def _memory(shapes: tuple[Any, ...], prompt: Prompt) -> Memory:
 
 
 class BlockGraph:
-    """A state's work of a chunk, `append(*block)` for each block, captured; the result is the block's output.
+    """A state's work of a chunk, captured: `append(*block)`, which returns the block's output, for each block.
 
     It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first chunk compiles the
-    kernels, and its calls are captured for the next ones. Behind the last whole chunk, a chunk is one block. After a
-    failed capture there is no graph, and `append` is called for each block.
+    kernels, and its calls are captured for the next ones. Blocks behind the last whole chunk are chunks of one block,
+    which have a graph of their own. After a failed capture, `append` is called for each block.
     """
 
     def __init__(self, prompt: Prompt, buffers: tuple[Tensor, ...]) -> None:
@@ -155,7 +155,7 @@ class BlockGraph:
         """Append all blocks."""
         first = 0
         while (memory := self._memory) is not None and first < prompt.count:
-            count = min(memory.blocks, _power_of_two(prompt.count // EACH))
+            count = min(memory.blocks, _power_of_two(prompt.count // TIMES))
             if count > prompt.count - first:
                 count = 1
             with memory.lock:

@@ -224,12 +224,14 @@ def rank_kernel(
         for start in range(0, lag, COMPARED):
             i = start + tl.arange(0, COMPARED)
             own = tl.load(spread + 2 * lag + i, mask=i < lag, other=0.0)
-            rank = tl.zeros([COMPARED], tl.int32)
+            # Lanes may have parted in divisions and roots of float64. Ranks of 32 bits would pass between lanes by an
+            # instruction of whole warps (ldmatrix).
+            rank = tl.zeros([COMPARED], tl.int64)
             for from_token in range(0, lag, CHUNK):
                 j = from_token + tl.arange(0, CHUNK)
                 other = tl.load(spread + 2 * lag + j, mask=j < lag, other=float("inf"))
                 earlier = (other[None, :] == own[:, None]) & (j[None, :] < i[:, None])
-                rank += tl.sum(tl.where((other[None, :] < own[:, None]) | earlier, 1, 0), 1)
+                rank += tl.sum(tl.where((other[None, :] < own[:, None]) | earlier, 1, 0).to(tl.int64), 1)
             slot = tl.load(place + i, mask=i < lag, other=0)
             tl.store(score + base + slot, rank.to(tl.float32), mask=i < lag)
 

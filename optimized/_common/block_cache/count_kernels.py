@@ -34,8 +34,8 @@ def stay_kernel(
     code, holds = code_of(
         s, end, rank, protected, occupied, token_index, sinks, recent_from, never, BY_AGE, PROTECTED
     )
-    own = first // CHUNK * CHUNK                                       # the chunk of these slots
-    earlier = tl.zeros([SLOTS, CHUNK], tl.int32)
+    own_chunk = first // CHUNK * CHUNK                                 # where the chunk of these slots begins
+    earlier = tl.zeros([SLOTS, CHUNK], tl.int32)                       # tokens that are evicted earlier
     held = tl.zeros([CHUNK], tl.int32)
     for start in range(0, end, CHUNK):
         other, others_hold = code_of(
@@ -43,13 +43,13 @@ def stay_kernel(
             BY_AGE, PROTECTED,
         )
         # Ties are evicted from the lowest slot up.
-        earlier += tl.where(other[None, :] < tl.where(start < own, code + 1, code)[:, None], 1, 0)
+        earlier += tl.where(other[None, :] < tl.where(start < own_chunk, code + 1, code)[:, None], 1, 0)
         held += tl.where(others_hold, 1, 0)
-    beside = own + tl.arange(0, CHUNK)
+    in_chunk = own_chunk + tl.arange(0, CHUNK)
     other, _ = code_of(
-        beside, end, rank, protected, occupied, token_index, sinks, recent_from, never, BY_AGE, PROTECTED
+        in_chunk, end, rank, protected, occupied, token_index, sinks, recent_from, never, BY_AGE, PROTECTED
     )
-    earlier += tl.where((other[None, :] == code[:, None]) & (beside[None, :] < s[:, None]), 1, 0)
+    earlier += tl.where((other[None, :] == code[:, None]) & (in_chunk[None, :] < s[:, None]), 1, 0)
     leave = tl.sum(held, 0) - budget
     leaves = (code != never) & (tl.sum(earlier, 1) < leave)
     tl.store(stays + batch_head * end + s, (holds & ~leaves).to(tl.int8), mask=s < end)
@@ -77,7 +77,8 @@ def _place(
         free += tl.sum(is_free, 0)
     tl.debug_barrier()
     number = before + tl.cumsum(kept, 0) - kept
-    tl.store(destination + i, tl.load(free_slots + number, mask=kept != 0, other=-1), mask=i < end)
+    to = tl.load(free_slots + number, mask=(kept != 0) & (number < free), other=-1)
+    tl.store(destination + i, to, mask=i < end)
 
 
 @triton.jit(do_not_specialize=["count", "budget"])

@@ -16,7 +16,8 @@ APART = 256
 EVICTING_WARPS = 16
 #: The slots of a program that counts which tokens are evicted earlier, and the tokens it compares them with at a time.
 COUNTING_TILE = (16, 32) if SMALL_TILES else (64, 256)
-#: Comparisons, of a slot with a tile, that take each multiprocessor as long as one program takes to choose for a head.
+#: The most comparisons of a tile of slots with a token, for each multiprocessor, that many programs may make. With
+#: more, one program per head is faster.
 COMPARISONS = 2**13
 
 
