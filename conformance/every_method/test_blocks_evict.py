@@ -30,6 +30,11 @@ def ranks_of(content: str, shape: tuple[int, ...], generator: torch.Generator) -
     return special[torch.randint(0, len(special), shape, generator=generator)]
 
 
+def longer(tensor: Tensor, by: int) -> Tensor:
+    """A copy with `by` more slots, of zeros."""
+    return torch.cat((tensor, torch.zeros_like(tensor[:, :, :by])), 2)
+
+
 def after(
     rank: list[float], age: list[int], holds: list[bool], protected: list[bool], total: int, budget: int, sinks: int,
     recent: int,
@@ -57,7 +62,8 @@ def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, gu
     generator = torch.Generator().manual_seed(place)
     sinks, recent = (1, 2) if guarded else (0, 0)
     rank = ranks_of(content, (*shape, end), generator)
-    protected = (torch.rand(*shape, end, generator=generator) < 0.1) if guarded else None
+    # Rows of masks are longer than those of ranks, and rows of buffers longer than both.
+    protected = (torch.rand(*shape, end + 5, generator=generator) < 0.1)[..., :end] if guarded else None
     filled = torch.randint(budget * 3 // 4, budget + 1, (*shape, 1), generator=generator)
     filled[0] = budget
     valid = (torch.rand(BATCH, 1, count, generator=generator) < 0.8).expand(*shape, count)
@@ -69,14 +75,24 @@ def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, gu
         "key": keys, "value": -keys, "occupied": occupied, "positions": torch.arange(end).expand(*shape, end) + 7,
         "score": rank.float(), "token_index": age, "carried": keys[..., 0] * 2,
     }
-    mine = {name: tensor.to(device, copy=True).contiguous() for name, tensor in given.items()}
-    seen = torch.full((1,), 11, device=device)
-    ops.evict(
-        rank.to(device), None if protected is None else protected.to(device), *mine.values(),
-        total.int().to(device), seen, budget, count, 5, sinks, recent,
-    )
-    assert seen.item() == 16
-    mine = {name: tensor.cpu() for name, tensor in mine.items()}
+    seen = torch.full((2, 1), 11, device=device)
+    found = []
+    for at_once, counted in zip((True, False), seen, strict=True):
+        mine = {name: longer(tensor, 3).to(device) for name, tensor in given.items()}
+        on_device = [None if tensor is None else tensor.to(device) for tensor in (rank, protected)]
+        numbers = counted, budget, count, 5, sinks, recent
+        if at_once:
+            ops.evict(*on_device, *mine.values(), total.int().to(device), *numbers)
+        else:
+            to = ops.choose(*on_device, mine["occupied"], mine["token_index"], total.int().to(device), *numbers)
+            ops.settle(to, *mine.values(), budget)
+        found.append({name: tensor[:, :, :end].cpu() for name, tensor in mine.items()})
+        assert not mine["occupied"][:, :, end:].any()
+    assert seen.tolist() == [[16], [16]]
+    mine = found[0]
+    for name in mine:
+        kept = found[1][name][found[1]["occupied"]], mine[name][mine["occupied"]]
+        assert torch.equal(*(tensor.nan_to_num() for tensor in kept)), name
     for b in range(BATCH):
         for h in range(HEADS):
             guards = [False] * end if protected is None else protected[b, h].tolist()
@@ -92,3 +108,14 @@ def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, gu
             for name in given.keys() - {"occupied"}:
                 expected, found = given[name][b, h, sources], mine[name][b, h, targets]
                 assert torch.equal(expected.nan_to_num(), found.nan_to_num()), (name, b, h)
+
+
+def test_many_programs_choose_for_few_heads_and_short_caches(device, monkeypatch):
+    monkeypatch.setattr(ops, "INTERPRETED", False)
+    monkeypatch.setattr(ops, "multiprocessors", lambda _: 132)
+    slots, end = ops.COUNTING_TILE[0], 2176
+    most = ops.COMPARISONS * 132 // (-(-end // slots) * end)
+    assert ops.many_programs(most, end, 128, device)
+    assert not ops.many_programs(most + 1, end, 128, device)
+    assert not ops.many_programs(1, 16 * end * most, 128, device)
+    assert not ops.many_programs(1, end, 1, device)

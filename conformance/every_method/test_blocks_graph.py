@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from kvtwin.optimized._common import graph
 from kvtwin.optimized._common.block_cache import ops
 from kvtwin.optimized._common.block_cache import state as blocks
 from kvtwin.optimized._common.block_cache.state import BlockState
+from kvtwin.optimized._common.launch import on_device_of
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.slow_on_cpu]
 BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
@@ -37,6 +39,7 @@ def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "BLOCKS", LEAST)
     monkeypatch.setattr(graph, "CHUNK", CHUNK)
     monkeypatch.setattr(graph, "TIMES", TIMES)
+    monkeypatch.setattr(graph, "_memories", {})
     if device.type == "cpu":
         monkeypatch.setattr(graph, "DEVICES", ("cpu",))
         monkeypatch.setattr(graph, "captured", captured)
@@ -51,10 +54,12 @@ def captured(function: Callable[[], Tensor | None], memory: object) -> Callable[
     return replay
 
 
-def state_of(pair: discovery.Pair, device: torch.device) -> Any:
+def state_of(
+    pair: discovery.Pair, device: torch.device, dtype: torch.dtype = torch.float16, head_dim: int = HEAD_DIM
+) -> Any:
     options = checkers.ask(pair.name, "SMALL", {}) | {"budget": BUDGET, "block_size": BLOCK}
     return getattr(pair.optimized, pair.state.__name__)(
-        pair.config(**options), batch=2, query_heads=4, key_value_heads=2, head_dim=HEAD_DIM, dtype=torch.float16,
+        pair.config(**options), batch=2, query_heads=4, key_value_heads=2, head_dim=head_dim, dtype=dtype,
         device=device,
     )
 
@@ -170,6 +175,7 @@ def test_without_a_capture_blocks_are_appended_one_by_one(pair, captures, device
             output = state.prefill(**prompt)
         state.reset()
         assert_same(state.prefill(**prompt), output, what="the output of a second prompt")
+    assert not graph._memories
     with monkeypatch.context() as without:
         without.setattr(graph, "BLOCKS", TOKENS)
         assert_same(output, plain.prefill(**prompt), what="output")
@@ -227,6 +233,56 @@ def test_states_come_and_go_and_their_memory_stays(device):
     assert len(graph._memories) <= graph.MEMORIES
 
 
+def test_the_memories_of_the_newest_shapes_stay(device, monkeypatch):
+    """A shape includes the dtype."""
+    monkeypatch.setattr(graph, "MEMORIES", 2)
+    kept: list[object] = []
+    for dtype, head_dim in ((torch.float16, 16), (torch.float32, 16), (torch.float16, 20), (torch.float32, 16)):
+        state, plain = (state_of(BLOCKS[0], device, dtype, head_dim) for _ in range(2))
+        prompt = {name: one.to(dtype) if one.is_floating_point() else one
+                  for name, one in prompt_of(1, device, head_dim=head_dim).items()}
+        output = state.prefill(**prompt)
+        with monkeypatch.context() as without:
+            without.setattr(graph, "BLOCKS", TOKENS)
+            assert_same(output, plain.prefill(**prompt), what=f"output of {dtype}, head_dim {head_dim}")
+        kept.append(graph._graphs[state]._memory)
+        assert list(graph._memories.values()) == (kept if len(kept) < 3 else kept[1:3])
+    assert kept[3] is kept[1] and len({id(memory) for memory in kept}) == 3
+
+
+def test_graphs_of_one_memory_do_not_run_at_the_same_time(device):
+    """The second thread begins while the first is appending, and waits until it is done."""
+    prompts = [torch.full((1, 1, 8, 16), float(number), device=device) for number in range(2)]
+    outputs = [torch.zeros_like(prompt) for prompt in prompts]
+    begun, second_ran = threading.Event(), threading.Event()
+
+    def append(block: Tensor) -> Tensor:
+        if not begun.is_set():
+            begun.set()
+            assert not second_ran.wait(0.5)
+        return block + 1
+
+    def run(number: int) -> None:
+        given = graph.Prompt((prompts[number],), outputs[number], 2, 4)
+        found = graph.BlockGraph(given, ())
+        if number:
+            begun.wait(10)
+        with on_device_of(prompts[0]):
+            found.run(append if not number else second, given)
+
+    def second(block: Tensor) -> Tensor:
+        second_ran.set()
+        return block + 1
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert torch.equal(output, prompt + 1)
+
+
 def test_prompts_in_and_outside_of_inference_mode(device):
     states = [state_of(BLOCKS[0], device) for _ in range(2)]
     prompt = prompt_of(2, device)
@@ -241,14 +297,13 @@ def test_prompts_in_and_outside_of_inference_mode(device):
 
 
 @pytest.mark.parametrize(("blocks", "most", "expected"), [
-    (9, 8, {1}), (15, 8, {1}), (16, 8, {2}), (40, 8, {4}), (41, 8, {4, 1}), (64, 8, {8}), (200, 8, {8}),
+    (9, 8, {1}), (15, 8, {1}), (16, 8, {2}), (40, 8, {4}), (43, 8, {4, 1}), (64, 8, {8}), (200, 8, {8}),
     (67, 3, {3, 1}),
 ], ids=str)
 def test_a_graph_has_a_block_for_every_eight_of_the_prompt(blocks, most, expected, device, monkeypatch):
     """At most as many as a chunk has. Behind the last chunk, it has one."""
     monkeypatch.setattr(graph, "TIMES", 8)
     monkeypatch.setattr(graph, "CHUNK", most)
-    monkeypatch.setattr(graph, "_memories", {})
     prompt = torch.rand(1, 1, 2 * blocks, 16, device=device)
     appended: list[Tensor] = []
 
@@ -271,3 +326,5 @@ def test_large_blocks_and_short_prompts_take_no_graph(device):
     assert graph.worth_a_graph(query, 8)
     assert not graph.worth_a_graph(query, 9)
     assert not graph.worth_a_graph(query.expand(graph.ELEMENTS, 4, 8 * LEAST, 64), 8)
+    long = query[:, :, :1].expand(1, 4, graph.ELEMENTS, 64)
+    assert graph.worth_a_graph(long, 8)
