@@ -248,12 +248,11 @@ def compile_pair(
 
     If a pair uses other kernels for many KV heads, call these too, and with `ranks` those for heads on several ranks.
     """
-    call_all(pair, dtype, head_dims)
+    for fused in ways(pair):
+        with fused_as(pair, fused):
+            call_all(pair, dtype, head_dims)
     if ranks:
         call_on_ranks(pair, dtype, head_dims)
-    if True in ways(pair):
-        with fused_as(pair, True):
-            call_all(pair, dtype, head_dims)
 
 
 def call_all(

@@ -76,7 +76,7 @@ def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, gu
         "score": rank.float(), "token_index": age, "carried": keys[..., 0] * 2,
     }
     seen = torch.full((2, 1), 11, device=device)
-    found = []
+    results = []
     for at_once, counted in zip((True, False), seen, strict=True):
         mine = {name: longer(tensor, 3).to(device) for name, tensor in given.items()}
         on_device = [None if tensor is None else tensor.to(device) for tensor in (rank, protected)]
@@ -86,12 +86,12 @@ def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, gu
         else:
             to = ops.choose(*on_device, mine["occupied"], mine["token_index"], total.int().to(device), *numbers)
             ops.settle(to, *mine.values(), budget)
-        found.append({name: tensor[:, :, :end].cpu() for name, tensor in mine.items()})
+        results.append({name: tensor[:, :, :end].cpu() for name, tensor in mine.items()})
         assert not mine["occupied"][:, :, end:].any()
     assert seen.tolist() == [[16], [16]]
-    mine = found[0]
+    mine, apart = results
     for name in mine:
-        kept = found[1][name][found[1]["occupied"]], mine[name][mine["occupied"]]
+        kept = apart[name][apart["occupied"]], mine[name][mine["occupied"]]
         assert torch.equal(*(tensor.nan_to_num() for tensor in kept)), name
     for b in range(BATCH):
         for h in range(HEADS):

@@ -160,20 +160,28 @@ def _launch(
 ) -> Tensor:
     """`choose`, and with `moves` what `settle` does. tensors: those of `evict`; without moves only occupied and
     token_index."""
-    occupied = tensors[2]
-    assert occupied is not None
-    batch, heads, _ = occupied.shape
+    occupied, token_index = tensors[2], tensors[5]
+    assert occupied is not None and token_index is not None
+    batch, heads, slots = occupied.shape
     rank, protected = (None if mask is None else rows(mask) for mask in (rank, protected))
     destination, free_slots = (
         torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device) for _ in range(2)
     )
-    given = rank, protected, tensors, valid_seen, seen, free_slots, destination, budget, came, sinks, recent
+    ranking = (
+        token_index if rank is None else rank, occupied if protected is None else protected,
+        rank is not None and rank.dtype == torch.int64,
+        {"BY_AGE": rank is None, "PROTECTED": protected is not None},
+    )
+    numbers = slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)), budget, sinks, recent
+    counters = valid_seen, seen
     with on_device_of(occupied):
         if many_programs(batch * heads, budget + count, count, occupied.device):
-            _launch_counting(*given, moves=moves)
+            _launch_counting(ranking, tensors, counters, free_slots, destination, came, numbers, moves=moves)
         else:
             apart = count > (32 if SMALL_TILES else APART)
-            _launch_evict(*given, moves=moves and not apart)
+            _launch_evict(
+                ranking, tensors, counters, free_slots, destination, came, numbers, moves=moves and not apart
+            )
             if moves and apart:
                 _settle(destination, tensors, budget)
     return destination
@@ -188,24 +196,24 @@ def many_programs(heads: int, end: int, count: int, device: torch.device) -> boo
     return count > 1 and programs * end <= COMPARISONS * multiprocessors(device)
 
 
+#: What ranks the tokens, and what protects them; whether ranks are int64; constants of the kernels.
+_Ranking = tuple[Tensor, Tensor, bool, dict[str, bool]]
+
+
 def _launch_counting(
-    rank: Tensor | None, protected: Tensor | None, tensors: tuple[Tensor | None, ...], valid_seen: Tensor, seen: Tensor,
-    free_slots: Tensor, destination: Tensor, budget: int, came: int, sinks: int, recent: int, *, moves: bool,
+    ranking: _Ranking, tensors: tuple[Tensor | None, ...], counters: tuple[Tensor, Tensor], free_slots: Tensor,
+    destination: Tensor, came: int, numbers: tuple[int, ...], *, moves: bool,
 ) -> None:
-    key, _, occupied, _, _, token_index, carried = tensors
-    assert occupied is not None and token_index is not None
-    batch, heads, slots = occupied.shape
-    count = destination.shape[2]
+    (rank, protected, wide, constants), (key, _, occupied, _, _, token_index, carried) = ranking, tensors
+    assert occupied is not None
+    (batch, heads, count), (slots, _, _, budget, _, _) = destination.shape, numbers
     end = budget + count
     stays = torch.empty(batch, heads, end, dtype=torch.int8, device=occupied.device)
     own, compared = COUNTING_TILE
     blocks = triton.cdiv(end, own)
     stay_kernel[(batch * heads * blocks,)](
-        token_index if rank is None else rank, occupied if protected is None else protected, occupied, token_index,
-        valid_seen, seen, stays, end, came, slots,
-        *(0 if mask is None else mask.stride(1) for mask in (rank, protected)), budget, sinks, recent, blocks,
-        SLOTS=own, CHUNK=compared, BY_AGE=rank is None, PROTECTED=protected is not None,
-        WIDE=rank is not None and rank.dtype == torch.int64, num_warps=4 if SMALL_TILES else 8,
+        rank, protected, occupied, token_index, *counters, stays, end, came, *numbers, blocks, SLOTS=own,
+        CHUNK=compared, WIDE=wide, **constants, num_warps=4 if SMALL_TILES else 8,
     )
     tokens, chunk = _tokens(count), chunk_size(budget)
     programs = batch * heads * triton.cdiv(count, tokens)
@@ -222,25 +230,19 @@ def _launch_counting(
 
 
 def _launch_evict(
-    rank: Tensor | None, protected: Tensor | None, tensors: tuple[Tensor | None, ...], valid_seen: Tensor, seen: Tensor,
-    free_slots: Tensor, destination: Tensor, budget: int, came: int, sinks: int, recent: int, *, moves: bool,
+    ranking: _Ranking, tensors: tuple[Tensor | None, ...], counters: tuple[Tensor, Tensor], free_slots: Tensor,
+    destination: Tensor, came: int, numbers: tuple[int, ...], *, moves: bool,
 ) -> None:
-    key, value, occupied, positions, score, token_index, carried = tensors
-    assert occupied is not None and token_index is not None
-    batch, heads, slots = occupied.shape
-    count = destination.shape[2]
+    (rank, protected, wide, constants), (key, *_, carried) = ranking, tensors
+    (batch, heads, count), budget = destination.shape, numbers[3]
     end = budget + count
-    wide = rank is not None and rank.dtype == torch.int64
-    codes = torch.empty(batch, heads, end, dtype=torch.int64 if wide else torch.int32, device=occupied.device)
+    codes = torch.empty(batch, heads, end, dtype=torch.int64 if wide else torch.int32, device=destination.device)
     head_dim = 16 if key is None else key.shape[3]
     moved = 0 if key is None or not moves else 16 if count <= 16 else moved_at_once(key)
     evict_kernel[(batch * heads,)](
-        token_index if rank is None else rank, occupied if protected is None else protected, key, value, occupied,
-        positions, score, token_index, carried, valid_seen, seen, codes, free_slots, destination,
-        count, came, slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)),
-        budget, sinks, recent, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk_size(end),
-        TOKENS=16 if SMALL_TILES or count <= 16 else 128, BY_AGE=rank is None, PROTECTED=protected is not None,
-        CARRIED=carried is not None, MOVED=moved,
+        rank, protected, *tensors, *counters, codes, free_slots, destination, count, came, *numbers,
+        HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk_size(end),
+        TOKENS=16 if SMALL_TILES or count <= 16 else 128, CARRIED=carried is not None, MOVED=moved, **constants,
         num_warps=4 if end <= 1024 else EVICTING_WARPS,
     )
 
