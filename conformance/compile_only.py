@@ -231,11 +231,11 @@ def fused_as(pair: Pair, value: bool) -> Iterator[None]:
     """Use the kernels for many KV heads, or those for few, whatever their number."""
     ops: Any = importlib.import_module(f"{discovery.OPTIMIZED}._common.block_cache.ops")
 
-    def many_programs(heads: int, end: int, count: int, device: torch.device) -> bool:
+    def at_once(end: int, count: int) -> bool:
         return count > 1 and not value
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(ops, "many_programs", many_programs))
+        stack.enter_context(mock.patch.object(ops, "at_once", at_once))
         for module in choosing(pair):
             stack.enter_context(mock.patch.object(module, "fused", return_value=value))
         yield

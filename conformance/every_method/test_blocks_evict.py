@@ -53,10 +53,10 @@ def after(
 @pytest.mark.parametrize("place", range(3), ids=["small", "chunks", "apart"])
 @pytest.mark.parametrize("content", ["ties", "close", "wide", "special", "integers", "equal integers"])
 @pytest.mark.parametrize("guarded", [False, True], ids=["all", "protected"])
-@pytest.mark.parametrize("many", [False, True], ids=["one-program", "many-programs"])
-def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, many, device, monkeypatch):
-    """One program per head chooses, or many that count."""
-    monkeypatch.setattr(ops, "many_programs", lambda *_: many)
+@pytest.mark.parametrize("kept", [False, True], ids=["passes", "at-once"])
+def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, kept, device, monkeypatch):
+    """A head's program passes over the codes in memory, or keeps them."""
+    monkeypatch.setattr(ops, "at_once", lambda *_: kept)
     budget, count = SIZES[device.type][place]
     shape, end = (BATCH, HEADS), budget + count
     generator = torch.Generator().manual_seed(place)
@@ -110,12 +110,9 @@ def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, gu
                 assert torch.equal(expected.nan_to_num(), found.nan_to_num()), (name, b, h)
 
 
-def test_many_programs_choose_for_few_heads_and_short_caches(device, monkeypatch):
+def test_a_program_keeps_the_codes_of_short_caches(device, monkeypatch):
+    """The eviction of one token needs none: the lowest code is enough."""
     monkeypatch.setattr(ops, "INTERPRETED", False)
-    monkeypatch.setattr(ops, "multiprocessors", lambda _: 132)
-    slots, end = ops.COUNTING_TILE[0], 2176
-    most = ops.COMPARISONS * 132 // (-(-end // slots) * end)
-    assert ops.many_programs(most, end, 128, device)
-    assert not ops.many_programs(most + 1, end, 128, device)
-    assert not ops.many_programs(1, 16 * end * most, 128, device)
-    assert not ops.many_programs(1, end, 1, device)
+    assert ops.at_once(ops.AT_ONCE, 128)
+    assert not ops.at_once(ops.AT_ONCE + 1, 128)
+    assert not ops.at_once(2176, 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -60,9 +60,14 @@ class Prompt:
 
     def chunk(self, tensor: Tensor, first: int, count: int) -> Tensor:
         """These blocks of a tensor: [count, B, H, size, D] or [count, B, size]."""
+        return self.chunks(tensor, first, 1, count)[0]
+
+    def chunks(self, tensor: Tensor, first: int, number: int, count: int) -> Tensor:
+        """Chunks of `count` blocks from block `first` on: [number, count, B, H, size, D] or [number, count, B, size].
+        """
         axis = 2 if tensor.dim() == 4 else 1
-        part = tensor.narrow(axis, first * self.size, count * self.size)
-        return part.unflatten(axis, (count, self.size)).movedim(axis, 0)
+        part = tensor.narrow(axis, first * self.size, number * count * self.size)
+        return part.unflatten(axis, (number, count, self.size)).movedim((axis, axis + 1), (0, 1))
 
     def shapes(self) -> tuple[Any, ...]:
         """What the graphs of two prompts must have in common to share their memory."""
@@ -101,19 +106,24 @@ class Memory:
         if self.pool is not None and self._anchor is None:
             self._anchor = captured(lambda: torch.zeros(1, device=self.output.device), self)
 
-    def load(self, prompt: Prompt, first: int, count: int) -> None:
-        """Copy a chunk."""
-        for mine, given in zip(self.chunk, prompt.tensors, strict=True):
-            mine[:count].copy_(prompt.chunk(given.detach(), first, count))
+    def moves(
+        self, prompt: Prompt, first: int, count: int
+    ) -> Iterator[tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]]:
+        """What to copy for each whole chunk of `count` blocks from block `first` on: targets and sources for the chunk,
+        then the target and the source of its output. Views of the whole prompt, since making views takes time."""
+        number = (prompt.count - first) // count
+        pairs = [
+            in_words(mine[:count], prompt.chunks(given.detach(), first, number, count))
+            for mine, given in zip((*self.chunk, self.output), (*prompt.tensors, prompt.output), strict=True)
+        ]
+        targets = [mine for mine, _ in pairs]
+        for *given, output in zip(*(given.unbind(0) for _, given in pairs), strict=True):
+            yield list(zip(targets, given, strict=False)), output, targets[-1]
 
     def append(self, append: Append, count: int) -> None:
         """Append the blocks of the chunk, one after the other, and put their output in `output`."""
         outputs = [append(*(tensor[number] for tensor in self.chunk)) for number in range(count)]
         torch.stack(outputs, out=self.output[:count])
-
-    def store(self, prompt: Prompt, first: int, count: int) -> None:
-        """Copy the output of a chunk."""
-        prompt.chunk(prompt.output, first, count).copy_(self.output[:count])
 
 
 #: Up to MEMORIES of them, the oldest first. They outlive the states, so that the next states use their pools again.
@@ -138,8 +148,9 @@ class BlockGraph:
     """A state's work of a chunk, captured: `append(*block)`, which returns the block's output, for each block.
 
     It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first chunk compiles the
-    kernels, and its calls are captured for the next ones. Blocks behind the last whole chunk are chunks of one block,
-    which have a graph of their own. After a failed capture, `append` is called for each block.
+    kernels, and its calls are captured for the next ones. A state's first prompt, often its only one, has chunks of one
+    block: to append and to capture eight takes the host as long as sixteen plain calls. Blocks behind the last whole
+    chunk are chunks of one block, too. After a failed capture, `append` is called for each block.
     """
 
     def __init__(self, prompt: Prompt, buffers: tuple[Tensor, ...]) -> None:
@@ -153,19 +164,27 @@ class BlockGraph:
 
     def run(self, append: Append, prompt: Prompt) -> None:
         """Append all blocks."""
-        first = 0
-        while (memory := self._memory) is not None and first < prompt.count:
-            count = min(memory.blocks, _power_of_two(prompt.count // TIMES))
-            if count > prompt.count - first:
-                count = 1
-            with memory.lock:
-                memory.load(prompt, first, count)
-                self._append(append, memory, count)
-                memory.store(prompt, first, count)
-            first += count
+        first, most = 0, _power_of_two(prompt.count // TIMES) if self._replays else 1
+        if (memory := self._memory) is not None:
+            for count in dict.fromkeys((min(memory.blocks, most), 1)):
+                first = self._append_chunks(append, memory, prompt, first, count)
         for number in range(first, prompt.count):
             output = append(*(prompt.chunk(tensor, number, 1)[0] for tensor in prompt.tensors))
             prompt.chunk(prompt.output, number, 1)[0].copy_(output)
+
+    def _append_chunks(self, append: Append, memory: Memory, prompt: Prompt, first: int, count: int) -> int:
+        """Append whole chunks of `count` blocks from block `first` on, until a capture fails. Returns the next block.
+        """
+        for given, output, result in memory.moves(prompt, first, count):
+            if self._memory is None:
+                break
+            with memory.lock:
+                for mine, theirs in given:
+                    mine.copy_(theirs)
+                self._append(append, memory, count)
+                output.copy_(result)
+            first += count
+        return first
 
     def _append(self, append: Append, memory: Memory, count: int) -> None:
         if count in self._replays:
@@ -240,6 +259,22 @@ def run_blocks(
             graph = BlockGraph(given, buffers)
             _graphs[state] = graph
         graph.run(append, given)
+
+
+def in_words(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of two tensors of a dtype, with the largest elements that both layouts allow: copies take less time."""
+    for dtype in (torch.complex128, torch.int64, torch.int32):
+        size = dtype.itemsize // one.itemsize
+        if size > 1 and all(_fits(tensor, size) for tensor in (one, other)):
+            return one.view(dtype), other.view(dtype)
+    return one, other
+
+
+def _fits(tensor: Tensor, size: int) -> bool:
+    """Whether `size` elements next to each other can be one."""
+    *strides, last = tensor.stride()
+    places = tensor.shape[-1], tensor.storage_offset(), tensor.data_ptr() // tensor.itemsize, *strides
+    return last == 1 and all(place % size == 0 for place in places)
 
 
 def _places(buffers: tuple[Tensor, ...]) -> tuple[tuple[int, ...], ...]:

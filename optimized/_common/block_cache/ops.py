@@ -6,19 +6,16 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import INTERPRETED, SMALL_TILES, multiprocessors, on_device_of, padded_head_dim
-from .count_kernels import place_and_settle_kernel, place_kernel, stay_kernel
+from ..launch import INTERPRETED, SMALL_TILES, on_device_of, padded_head_dim
+from .choose_kernel import choose_kernel
 from .evict_kernels import arrive_kernel, evict_kernel, settle_kernel
 
 #: Tokens of a block from which their moves are a launch of their own, with more programs.
 APART = 256
 #: Warps of a program that chooses evictions among more than 1024 slots.
 EVICTING_WARPS = 16
-#: The slots of a program that counts which tokens are evicted earlier, and the tokens it compares them with at a time.
-COUNTING_TILE = (16, 32) if SMALL_TILES else (64, 256)
-#: The most comparisons of a tile of slots with a token, for each multiprocessor, that many programs may make. With
-#: more, one program per head is faster.
-COMPARISONS = 2**13
+#: The most slots whose codes a program keeps in registers, and its warps.
+AT_ONCE, CHOOSING_WARPS = 4096, 8
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -167,84 +164,55 @@ def _launch(
     destination, free_slots = (
         torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device) for _ in range(2)
     )
-    ranking = (
-        token_index if rank is None else rank, occupied if protected is None else protected,
-        rank is not None and rank.dtype == torch.int64,
-        {"BY_AGE": rank is None, "PROTECTED": protected is not None},
-    )
+    ranking = token_index if rank is None else rank, occupied if protected is None else protected
+    constants = {"BY_AGE": rank is None, "PROTECTED": protected is not None}
     numbers = slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)), budget, sinks, recent
-    counters = valid_seen, seen
     with on_device_of(occupied):
-        if many_programs(batch * heads, budget + count, count, occupied.device):
-            _launch_counting(ranking, tensors, counters, free_slots, destination, came, numbers, moves=moves)
-        else:
-            apart = count > (32 if SMALL_TILES else APART)
-            _launch_evict(
-                ranking, tensors, counters, free_slots, destination, came, numbers, moves=moves and not apart
+        if at_once(budget + count, count):
+            choose_kernel[(batch * heads,)](
+                *ranking, occupied, token_index, valid_seen, seen, free_slots, destination, count, came, *numbers,
+                SLOTS=triton.next_power_of_2(budget + count), **constants, num_warps=CHOOSING_WARPS,
             )
-            if moves and apart:
-                _settle(destination, tensors, budget)
+            moved = 0
+        else:
+            moved = _launch_evict(
+                ranking, constants, tensors, (valid_seen, seen), free_slots, destination, came, numbers, moves=moves
+            )
+        if moves and not moved:
+            _settle(destination, tensors, budget)
     return destination
 
 
-def many_programs(heads: int, end: int, count: int, device: torch.device) -> bool:
-    """Whether many programs per head choose the evictions of a block of `count` tokens. In the interpreter, those of
-    blocks with an even number of tokens, so that tests cover both cases."""
+def at_once(end: int, count: int) -> bool:
+    """Whether a program chooses the evictions of a block of `count` tokens among `end` slots at once. In the
+    interpreter, those of blocks with an even number of tokens, so that tests cover both cases."""
     if INTERPRETED:
         return count % 2 == 0
-    programs = heads * triton.cdiv(end, COUNTING_TILE[0])
-    return count > 1 and programs * end <= COMPARISONS * multiprocessors(device)
-
-
-#: What ranks the tokens, and what protects them; whether ranks are int64; constants of the kernels.
-_Ranking = tuple[Tensor, Tensor, bool, dict[str, bool]]
-
-
-def _launch_counting(
-    ranking: _Ranking, tensors: tuple[Tensor | None, ...], counters: tuple[Tensor, Tensor], free_slots: Tensor,
-    destination: Tensor, came: int, numbers: tuple[int, ...], *, moves: bool,
-) -> None:
-    (rank, protected, wide, constants), (key, _, occupied, _, _, token_index, carried) = ranking, tensors
-    assert occupied is not None
-    (batch, heads, count), (slots, _, _, budget, _, _) = destination.shape, numbers
-    end = budget + count
-    stays = torch.empty(batch, heads, end, dtype=torch.int8, device=occupied.device)
-    own, compared = COUNTING_TILE
-    blocks = triton.cdiv(end, own)
-    stay_kernel[(batch * heads * blocks,)](
-        rank, protected, occupied, token_index, *counters, stays, end, came, *numbers, blocks, SLOTS=own,
-        CHUNK=compared, WIDE=wide, **constants, num_warps=4 if SMALL_TILES else 8,
-    )
-    tokens, chunk = _tokens(count), chunk_size(budget)
-    programs = batch * heads * triton.cdiv(count, tokens)
-    if not moves:
-        place_kernel[(programs,)](
-            stays, free_slots, destination, count, budget, CHUNK=chunk, TOKENS=tokens, num_warps=4
-        )
-        return
-    assert key is not None
-    place_and_settle_kernel[(programs,)](
-        stays, free_slots, destination, *tensors, count, slots, budget, HEAD_DIM=key.shape[3],
-        D_PAD=padded_head_dim(key.shape[3]), CHUNK=chunk, TOKENS=tokens, CARRIED=carried is not None, num_warps=4,
-    )
+    return count > 1 and end <= AT_ONCE
 
 
 def _launch_evict(
-    ranking: _Ranking, tensors: tuple[Tensor | None, ...], counters: tuple[Tensor, Tensor], free_slots: Tensor,
-    destination: Tensor, came: int, numbers: tuple[int, ...], *, moves: bool,
-) -> None:
-    (rank, protected, wide, constants), (key, *_, carried) = ranking, tensors
+    ranking: tuple[Tensor, Tensor], constants: dict[str, bool], tensors: tuple[Tensor | None, ...],
+    counters: tuple[Tensor, Tensor], free_slots: Tensor, destination: Tensor, came: int, numbers: tuple[int, ...], *,
+    moves: bool,
+) -> int:
+    """Launch `evict_kernel`. Returns how many tokens it moves at a time; 0 if `settle_kernel` is to move them."""
+    (rank, protected), (key, *_, carried) = ranking, tensors
     (batch, heads, count), budget = destination.shape, numbers[3]
     end = budget + count
+    wide = not constants["BY_AGE"] and rank.dtype == torch.int64
     codes = torch.empty(batch, heads, end, dtype=torch.int64 if wide else torch.int32, device=destination.device)
     head_dim = 16 if key is None else key.shape[3]
-    moved = 0 if key is None or not moves else 16 if count <= 16 else moved_at_once(key)
+    moved = 0
+    if key is not None and moves and count <= (32 if SMALL_TILES else APART):
+        moved = 16 if count <= 16 else moved_at_once(key)
     evict_kernel[(batch * heads,)](
         rank, protected, *tensors, *counters, codes, free_slots, destination, count, came, *numbers,
         HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk_size(end),
         TOKENS=16 if SMALL_TILES or count <= 16 else 128, CARRIED=carried is not None, MOVED=moved, **constants,
         num_warps=4 if end <= 1024 else EVICTING_WARPS,
     )
+    return moved
 
 
 def _settle(destination: Tensor, tensors: tuple[Tensor | None, ...], budget: int) -> None:
