@@ -29,7 +29,7 @@ BLOCKS = 8
 #: Elements of a block's largest tensor up to which the host is slower than the GPU. It also limits a graph's memory.
 ELEMENTS = 2**23
 #: The most blocks of a chunk.
-CHUNK = 8
+CHUNK = 16
 #: How many times as many blocks a prompt has at least as its chunks: a capture takes the host as long as plain calls.
 TIMES = 8
 #: Shapes whose memory is kept.
@@ -90,6 +90,8 @@ class Memory:
                 torch.empty((self.blocks, *one.shape[1:]), dtype=one.dtype, device=device) for one in blocks
             )
             self.output = torch.empty_like(self.chunk[0])
+        #: Whether Triton takes the same kernels for all blocks of a chunk.
+        self.aligned = all(one.numel() * one.itemsize % 16 == 0 for one in blocks)
         self.lock = threading.Lock()
         self.stream: Any = None
         self.branch: Any = None
@@ -121,9 +123,9 @@ class Memory:
             yield list(zip(targets, given, strict=False)), output, targets[-1]
 
     def append(self, append: Append, count: int) -> None:
-        """Append the blocks of the chunk, one after the other, and put their output in `output`."""
-        outputs = [append(*(tensor[number] for tensor in self.chunk)) for number in range(count)]
-        torch.stack(outputs, out=self.output[:count])
+        """Append the blocks of the chunk, one after the other, which puts their output in `output`."""
+        for number in range(count):
+            append(*(tensor[number] for tensor in self.chunk), self.output[number])
 
 
 #: Up to MEMORIES of them, the oldest first. They outlive the states, so that the next states use their pools again.
@@ -145,12 +147,13 @@ def _memory(shapes: tuple[Any, ...], prompt: Prompt) -> Memory:
 
 
 class BlockGraph:
-    """A state's work of a chunk, captured: `append(*block)`, which returns the block's output, for each block.
+    """A state's work of a chunk, captured: `append(*block, output)`, which stores the block's output, for each block.
+    Without `output`, `append` returns a new one.
 
-    It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first chunk compiles the
-    kernels, and its calls are captured for the next ones. A state's first prompt, often its only one, has chunks of one
-    block: to append and to capture eight takes the host as long as sixteen plain calls. Blocks behind the last whole
-    chunk are chunks of one block, too. After a failed capture, `append` is called for each block.
+    It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first call of `append`
+    compiles the kernels, which a capture cannot. A state's first prompt, often its only one, has chunks of one block:
+    capturing sixteen takes the host as long as sixteen plain calls. Blocks behind the last whole chunk are chunks of
+    one block, too. After a failed capture, `append` is called for each block.
     """
 
     def __init__(self, prompt: Prompt, buffers: tuple[Tensor, ...]) -> None:
@@ -169,8 +172,8 @@ class BlockGraph:
             for count in dict.fromkeys((min(memory.blocks, most), 1)):
                 first = self._append_chunks(append, memory, prompt, first, count)
         for number in range(first, prompt.count):
-            output = append(*(prompt.chunk(tensor, number, 1)[0] for tensor in prompt.tensors))
-            prompt.chunk(prompt.output, number, 1)[0].copy_(output)
+            block = (prompt.chunk(tensor, number, 1)[0] for tensor in prompt.tensors)
+            prompt.chunk(prompt.output, number, 1)[0].copy_(append(*block))
 
     def _append_chunks(self, append: Append, memory: Memory, prompt: Prompt, first: int, count: int) -> int:
         """Append whole chunks of `count` blocks from block `first` on, until a capture fails. Returns the next block.
@@ -181,16 +184,20 @@ class BlockGraph:
             with memory.lock:
                 for mine, theirs in given:
                     mine.copy_(theirs)
-                self._append(append, memory, count)
+                if not self._append(append, memory, count):
+                    break
                 output.copy_(result)
             first += count
         return first
 
-    def _append(self, append: Append, memory: Memory, count: int) -> None:
+    def _append(self, append: Append, memory: Memory, count: int) -> bool:
+        """Append the chunk in the memory. Returns False if it was to be a replay and the capture failed."""
         if count in self._replays:
             self._replays[count]()
-            return
-        memory.append(append, count)
+            return True
+        compiled = bool(self._replays) and memory.aligned
+        if not compiled:
+            memory.append(append, count)
         try:
             memory.keep_pool()
             self._replays[count] = captured(lambda: memory.append(append, count), memory)
@@ -199,6 +206,10 @@ class BlockGraph:
             with _lock:
                 _memories.pop(self._shapes, None)
             warnings.warn(f"prompts are appended block by block, without a CUDA graph: {error}", stacklevel=2)
+            return not compiled
+        if compiled:
+            self._replays[count]()
+        return True
 
 
 def captured(function: Callable[[], object], memory: Memory) -> Callable[[], None]:
