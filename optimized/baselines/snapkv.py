@@ -13,7 +13,7 @@ from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
 from ...reference.blocks import AttendResult
 from .._common import prompt_selection
 from .._common.block_cache import kernels as kernels
-from .._common.block_cache.compress import between
+from .._common.block_cache.compress import between, weigh_window
 from .._common.block_cache.compress import compress as compress_cache
 from .._common.block_cache.observe import observe
 from .._common.block_cache.state import Block, BlockState, check_block
@@ -210,23 +210,33 @@ class SnapKVState(BlockState):
         return output
 
     def _evict(self, block: Block, count: int) -> None:
-        observe(block.query, block.valid, self._seen, self._window_query, self._window_positions)
+        self._prepare(block)
         self._compress(count, appended=False)
 
     def _finish_step(self, query: Tensor) -> None:
+        self._weigh_window(1)
         self._compress(1, appended=True)
 
-    def _choose(self, block: Block, count: int) -> Tensor:
+    def _prepare(self, block: Block) -> None:
         observe(block.query, block.valid, self._seen, self._window_query, self._window_positions)
+        self._weigh_window(block.query.shape[2])
+
+    def _choose(self, prepared: None, count: int) -> Tensor:
         self._compress(count, appended=False, moves=False)
         budget = self.config.budget
         return self._between.numbers[3].view(self.occupied.shape)[..., budget : budget + count]
 
+    def _weigh_window(self, count: int) -> None:
+        softmax_parts, received, _ = self._between
+        weigh_window(
+            self._window_query, self._window_positions, self.key, self.occupied, self.positions, self._counts,
+            softmax_parts, received, self._window_counters, self.scale, self.config.budget, self.config.capacity, count,
+        )
+
     def _compress(self, count: int, *, appended: bool, moves: bool = True) -> None:
-        config = self.config
+        config, (_, received, numbers) = self.config, self._between
         compress_cache(
-            self._window_query, self._window_positions, self.key, self.value, self.occupied, self.positions,
-            self._score, self._token_index, self._valid_seen, self._seen, self._counts, self._order, *self._between,
-            self._window_counters, self.scale, config.budget, config.capacity, count, config.kernel_size, appended,
-            moves,
+            self._window_positions, received, self.key, self.value, self.occupied, self.positions, self._score,
+            self._token_index, self._valid_seen, self._seen, self._counts, self._order, numbers, config.budget,
+            config.capacity, count, config.kernel_size, appended, moves,
         )

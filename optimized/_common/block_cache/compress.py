@@ -3,11 +3,10 @@
 A head is due if it holds more than `capacity` tokens, the most that it may hold between calls. For heads that are not
 due, programs return at once. Buffers are as in `evict_kernels.py`.
 
-`thin` evicts by given ranks, in one launch. `compress` is SnapKV's: heads that are due score their tokens first. It has
-three launches: the softmaxes of the window's queries, the attention that each key receives from them, and
-`compress_kernel` for the rest. Scores are pooled along tokens in order of arrival. For tokens that arrived since the
-last compression, this is the order of their slots. For the `budget` tokens kept by that compression, `order` lists
-their slots.
+`thin` evicts by given ranks, in one launch. `compress` is SnapKV's: heads that are due score their tokens first. Before
+it, `weigh_window` launches the softmaxes of the window's queries and the attention that each key receives from them.
+Scores are pooled along tokens in order of arrival. For tokens that arrived since the last compression, this is the
+order of their slots. For the `budget` tokens kept by that compression, `order` lists their slots.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import SMALL_TILES, on_device_of, padded_head_dim
+from .choose_kernel import threshold_of
 from .evict_kernels import (
     COUNTED,
     NEVER,
@@ -29,6 +29,7 @@ from .evict_kernels import (
     _threshold,
     _valid_before,
     _write_codes,
+    code_of,
     count_all,
     ends_of,
     move,
@@ -37,7 +38,7 @@ from .kernels import Window, launch_attention, launch_received
 from .ops import chunk_size, moved_at_once, rows
 
 #: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
-#: program fits on a multiprocessor at a time.
+#: program fits on a multiprocessor at a time. Those that never return at once are no faster with 16 warps.
 PASSING_WARPS, PASSING_CHUNK = 8, 2048
 #: The first axis of `numbers`: slots in order of arrival, ranks as integers, free slots, new slots.
 _SLOTS_BY_AGE, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in (0, 2, 3))
@@ -64,53 +65,76 @@ def between(sizes: Sizes, observers: int, device: torch.device) -> Between:
 
 
 @torch.library.custom_op(
+    "kvtwin::block_weigh_window", mutates_args=("softmax_parts", "received", "completion_counters")
+)
+def weigh_window(
+    window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, counts: Tensor,
+    softmax_parts: Tensor, received: Tensor, completion_counters: Tensor, scale: float, budget: int, capacity: int,
+    count: int,
+) -> None:
+    """Store the attention that the window's queries give to each key, for `compress`, in `received`. If capacity is
+    larger than the budget, only for heads that are due.
+
+    window_query [B, Hq, W, D] and window_positions [B, W] int64: the queries of the last tokens, -1 for padding.
+    softmax_parts, received: of a Between; completion_counters: zeros, at least `kernels.counters_of`. Otherwise as in
+    `compress`.
+    """
+    end = capacity + count
+    keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
+    window = Window(window_positions, places, None if capacity == budget else counts, capacity)
+    launch_attention(window_query, keys, None, there, window, None, softmax_parts, completion_counters, scale)
+    launch_received(window_query, keys, there, window, softmax_parts, received, scale, mean=True)
+
+
+@weigh_window.register_fake
+def _(
+    window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, counts: Tensor,
+    softmax_parts: Tensor, received: Tensor, completion_counters: Tensor, scale: float, budget: int, capacity: int,
+    count: int,
+) -> None:
+    return None
+
+
+@torch.library.custom_op(
     "kvtwin::block_compress",
     mutates_args=(
-        "key", "value", "occupied", "positions", "score", "token_index", "seen", "counts", "order", "softmax_parts",
-        "received", "numbers", "completion_counters",
+        "key", "value", "occupied", "positions", "score", "token_index", "seen", "counts", "order", "numbers",
     ),
 )
 def compress(
-    window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    window_positions: Tensor, received: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, token_index: Tensor, valid_seen: Tensor, seen: Tensor, counts: Tensor, order: Tensor,
-    softmax_parts: Tensor, received: Tensor, numbers: Tensor, completion_counters: Tensor,
-    scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool, moves: bool = True,
+    numbers: Tensor, budget: int, capacity: int, count: int, kernel_size: int, appended: bool, moves: bool = True,
 ) -> None:
     """Update scores and evict after `count` tokens arrived, in the slots from `capacity` on or, if `appended`, after
     one token arrived in the slot behind the others.
 
-    window_query [B, Hq, W, D] and window_positions [B, W] int64: the queries of the last tokens, -1 for padding. A
-    state's buffers are as in `ops.arrive`; valid_seen includes the new tokens. Adds `count` to seen, unless `appended`.
-    counts [B, Hkv] int32: the tokens that a head holds, new ones included; order [B, Hkv, budget] int32: the slots of
-    its first tokens in order of arrival. softmax_parts, received, numbers: a Between; completion_counters: zeros, at
-    least `kernels.counters_of`. If capacity equals the budget, the scores of all heads are updated; otherwise only
-    those of heads that are due, and the new tokens of the other heads get a score of +inf. Without `moves`, the tokens
-    stay where they arrived; numbers[3] has their destinations, for `ops.settle`.
+    window_positions [B, W] int64 and received: as `weigh_window` had and stored them. A state's buffers are as in
+    `ops.arrive`; valid_seen includes the new tokens. Adds `count` to seen, unless `appended`. counts [B, Hkv] int32:
+    the tokens that a head holds, new ones included; order [B, Hkv, budget] int32: the slots of its first tokens in
+    order of arrival. numbers: of a Between. If capacity equals the budget, the scores of all heads are updated;
+    otherwise only those of heads that are due, and the new tokens of the other heads get a score of +inf. Without
+    `moves`, the tokens stay where they arrived; numbers[3] has their destinations, for `ops.settle`.
     """
     batch, heads, slots, head_dim = key.shape
     batch_heads, end, always = batch * heads, capacity + count, capacity == budget
     chunk = chunk_size(end, 4096 if always else PASSING_CHUNK)
-    keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
-    window = Window(window_positions, places, None if always else counts, capacity)
-    launch_attention(window_query, keys, None, there, window, None, softmax_parts, completion_counters, scale)
-    launch_received(window_query, keys, there, window, softmax_parts, received, scale, mean=True)
     with on_device_of(key):
         compress_kernel[(batch_heads,)](
             received, key, value, occupied, positions, score, token_index, score, valid_seen, seen, counts, order,
             window_positions, numbers, numbers[1], budget, capacity, count, slots, heads, window_positions.shape[1],
             kernel_size, 0, 0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else 32, ALWAYS=always, APPENDED=appended,
-            OBSERVES=True, CARRIED=False, MOVES=moves, PAGE=1,
-            num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
+            OBSERVES=True, CARRIED=False, MOVES=moves, PAGE=1, AT_ONCE=always and end <= chunk,
+            num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
 
 
 @compress.register_fake
 def _(
-    window_query: Tensor, window_positions: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
+    window_positions: Tensor, received: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, token_index: Tensor, valid_seen: Tensor, seen: Tensor, counts: Tensor, order: Tensor,
-    softmax_parts: Tensor, received: Tensor, numbers: Tensor, completion_counters: Tensor,
-    scale: float, budget: int, capacity: int, count: int, kernel_size: int, appended: bool, moves: bool = True,
+    numbers: Tensor, budget: int, capacity: int, count: int, kernel_size: int, appended: bool, moves: bool = True,
 ) -> None:
     return None
 
@@ -151,7 +175,8 @@ def thin(
             sinks,
             recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
-            CARRIED=carried is not None, MOVES=True, PAGE=page, num_warps=4 if end <= 1024 else PASSING_WARPS,
+            CARRIED=carried is not None, MOVES=True, PAGE=page, AT_ONCE=False,
+            num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
 
 
@@ -181,17 +206,23 @@ def _list_by_age(slots_by_age, order, occupied, before, budget, capacity, count,
 
 
 @triton.jit
-def _pool(score, received, slots_by_age, tokens, prefix, kernel_size, CHUNK: tl.constexpr):
+def _pool(score, received, by_age, slots_by_age, tokens, prefix, kernel_size, CHUNK: tl.constexpr):
     """Store the scores of a head's tokens. The first `prefix` tokens get the mean of what their neighbours received,
-    with 0 beyond either end. The others are the window and get +inf."""
+    with 0 beyond either end. The others are the window and get +inf. by_age: scratch, int32, for what the tokens
+    received, in order of arrival: neighbours are read several times."""
+    for start in range(0, prefix, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        slot = tl.load(slots_by_age + i, mask=i < prefix, other=0)
+        weight = tl.load(received + slot, mask=i < prefix, other=0.0)
+        tl.store(by_age + i, weight.to(tl.int32, bitcast=True), mask=i < prefix)
+    tl.debug_barrier()
     for start in range(0, tokens, CHUNK):
         i = start + tl.arange(0, CHUNK)
         total = tl.full([CHUNK], 0.0, tl.float32)
         for k in range(kernel_size):
             near = i + k - kernel_size // 2
             inside = (near >= 0) & (near < prefix) & (i < prefix)
-            slot = tl.load(slots_by_age + near, mask=inside, other=0)
-            total += tl.load(received + slot, mask=inside, other=0.0)
+            total += tl.load(by_age + near, mask=inside, other=0).to(tl.float32, bitcast=True)
         slot = tl.load(slots_by_age + i, mask=i < tokens, other=0)
         tl.store(score + slot, tl.where(i < prefix, total / kernel_size, float("inf")), mask=i < tokens)
     tl.debug_barrier()
@@ -200,16 +231,25 @@ def _pool(score, received, slots_by_age, tokens, prefix, kernel_size, CHUNK: tl.
 @triton.jit
 def _choose(
     codes, free_slots, dest_slot, rank, occupied, token_index, before, leave, sinks, recent_from, budget, end,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """Evict `leave` of a head's tokens: lowest rank first, ties to the lowest slot. dest_slot [end]: the new slot of
     each slot's token, -1 for none. The j-th kept token behind the first `budget` slots moves to the j-th free slot
-    among those. `before`: the number of the cache's slots that held tokens."""
-    lowest, highest = _write_codes(
-        codes, rank, occupied, occupied, token_index, end, sinks, recent_from, CHUNK, False, False
-    )
-    threshold, below = _threshold(codes, lowest, highest, end, leave, CHUNK)
+    among those. `before`: the number of the cache's slots that held tokens. AT_ONCE: all slots are one chunk."""
     _, never = ends_of(codes.dtype.element_ty)
+    if AT_ONCE:
+        s = tl.arange(0, CHUNK)
+        code, _ = code_of(
+            s, end, rank, occupied, occupied, token_index, sinks, recent_from, never, False, False
+        )
+        threshold, below = threshold_of(code, leave)
+        tl.store(codes + s, code, mask=s < end)
+        tl.debug_barrier()
+    else:
+        lowest, highest = _write_codes(
+            codes, rank, occupied, occupied, token_index, end, sinks, recent_from, CHUNK, False, False
+        )
+        threshold, below = _threshold(codes, lowest, highest, end, leave, CHUNK)
     ties = leave - below
     tied = leave * 0
     free = leave * 0
@@ -254,7 +294,7 @@ def compress_kernel(
     rank_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr, MOVES: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):
     """Program batch_head. numbers, per batch_head: slots in order of arrival, ranks as integers, free slots, new slots.
     rank, with rows of rank_h slots: with OBSERVES, what each slot's key received; SnapKV's scores follow from it.
@@ -300,12 +340,12 @@ def compress_kernel(
         recent_from = tl.load(valid_seen + batch_head) - window
         if ALWAYS or leave > 0:
             _list_by_age(slots_by_age, order, occupied, before, budget, capacity, count, CHUNK)
-            _pool(score, rank, slots_by_age, tokens, tokens - window, kernel_size, CHUNK)
+            _pool(score, rank, codes + at, slots_by_age, tokens, tokens - window, kernel_size, CHUNK)
         rank = score
     if leave > 0:
         _choose(
             codes + at, numbers + each * _FREE_SLOTS + at, dest_slot, rank, occupied, token_index, before, leave,
-            sinks, recent_from, budget, end, CHUNK,
+            sinks, recent_from, budget, end, CHUNK, AT_ONCE,
         )
         if OBSERVES:
             _follow(order, slots_by_age, dest_slot, tokens, CHUNK)
