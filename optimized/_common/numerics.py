@@ -142,6 +142,14 @@ def round_output(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def previous_done(EARLY: tl.constexpr):
+    """With EARLY, wait until the launches before have ended, and let the next one start, which waits likewise."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def dot(a, b):
     """a @ b, accumulated in float32 without tf32. The interpreter's bfloat16 dot returns garbage, so upcast there."""
     if _INTERPRETED:

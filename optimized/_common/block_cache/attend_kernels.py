@@ -17,7 +17,16 @@ import triton
 import triton.language as tl
 
 from ..launch import SMALL_TILES
-from ..numerics import dot, finite_or_zero, from_fp8, log2_or_minus_inf, multiply, round_output, round_to
+from ..numerics import (
+    dot,
+    finite_or_zero,
+    from_fp8,
+    log2_or_minus_inf,
+    multiply,
+    previous_done,
+    round_output,
+    round_to,
+)
 from ..scratch import is_last
 from ..softmax import divide, merge_outputs, merge_sums, weigh
 
@@ -141,13 +150,14 @@ def attention_kernel(
     capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, value_scale_h, splits, split_tiles,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    NEGATIVE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr,
+    NEGATIVE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Program (split, block of rows, KV head, row of the batch). Without OUTPUT, values are not read.
 
     With SPLITS = 1, a program attends to all slots. Otherwise to `split_tiles` tiles of them, and the last of `splits`
     programs merges; SPLITS is at least `splits`.
     """
+    previous_done(EARLY)
     blocks = tl.cdiv(count * GROUP, ROWS)
     program, split = tl.program_id(0), 0
     if SPLITS > 1:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..numerics import previous_done
 from .evict_kernels import NEVER, code_of, count_all, ends_of
 
 
 @triton.jit
-def _threshold(code, wanted):
+def threshold_of(code, wanted):
     """The `wanted`-th lowest of the candidates' codes [SLOTS], and the number of codes below it. SLOTS: at most 2^15.
 
     Finds two bits at a time, from the numbers of codes below the three multiples of the next power of two; one sum
@@ -44,10 +45,11 @@ def _threshold(code, wanted):
 def choose_kernel(
     rank, protected, occupied, token_index, valid_seen, seen, free_slots, destination, count, came, slots, rank_h,
     protected_h, budget, sinks, recent,
-    SLOTS: tl.constexpr, BY_AGE: tl.constexpr, PROTECTED: tl.constexpr,
+    SLOTS: tl.constexpr, BY_AGE: tl.constexpr, PROTECTED: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Program batch_head: the destination of each token of the block, as `evict_kernel` stores it. SLOTS: at least
     budget + count."""
+    previous_done(EARLY)
     batch_head = tl.program_id(0).to(tl.int64)
     end = budget + count
     at = batch_head * slots
@@ -64,7 +66,7 @@ def choose_kernel(
     leave = tl.sum(tl.where(holds, 1, 0), 0) - budget
     leaves = s < 0
     if leave > 0:
-        threshold, below = _threshold(code, leave)
+        threshold, below = threshold_of(code, leave)
         # Ties are evicted from the lowest slot up.
         tied = tl.where(code == threshold, 1, 0)
         leaves = (code < threshold) | ((tied != 0) & (tl.cumsum(tied, 0) <= leave - below))

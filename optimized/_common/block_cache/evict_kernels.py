@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..launch import SMALL_TILES
-from ..numerics import sortable
+from ..numerics import previous_done, sortable
 from ..scratch import is_last
 from .score_kernels import random_score
 
@@ -45,7 +45,7 @@ def arrive_kernel(
     count, heads, slots, budget, offset,
     key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d, valid_b, valid_q,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, MAGNITUDE: tl.constexpr, COUNTS: tl.constexpr,
-    RANDOM: tl.constexpr,
+    RANDOM: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Program (TOKENS of the block, batch_head): stores these tokens with a score of 0, or with RANDOM that of
     `random_score`. Padding leaves its slot free.
@@ -53,6 +53,7 @@ def arrive_kernel(
     valid_seen [B * Hkv] int32: the row's valid tokens, to which a head's last program adds those of this block, as to
     `counts` if COUNTS. magnitude, if MAGNITUDE: ||v||_1.
     """
+    previous_done(EARLY)
     blocks = tl.cdiv(count, TOKENS)
     first = (tl.program_id(0) % blocks) * TOKENS
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -292,9 +293,10 @@ def evict_kernel(
 @triton.jit(do_not_specialize=["count", "slots", "budget", "destination_h"])
 def settle_kernel(
     destination, key, value, occupied, positions, score, token_index, carried, count, slots, budget, destination_h,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr, EARLY: tl.constexpr,
 ):
     """Program (TOKENS of the block, batch_head): moves these tokens to the destinations of `evict_kernel`."""
+    previous_done(EARLY)
     blocks = tl.cdiv(count, TOKENS)
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)
     first = (tl.program_id(0) % blocks) * TOKENS

@@ -17,6 +17,7 @@ from ..launch import (
     MAX_SPLITS,
     RESIDENT,
     SMALL_TILES,
+    early,
     fp8_codes,
     fp8_format,
     multiprocessors,
@@ -57,15 +58,18 @@ def codes(
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float,
-    completion_counters: Tensor | None = None, stored: Stored = PLAIN,
+    completion_counters: Tensor | None = None, stored: Stored = PLAIN, output: Tensor | None = None,
 ) -> Attended:
     """Attention of the queries of the last Q slots, causal among themselves.
 
     query [B, Hq, Q, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. The query of an
     unoccupied slot attends to nothing: its output is 0. completion_counters: zeros, at least `counters_of`, by default
-    allocated. FP8 keys and values: their codes as uint8, and `stored`.
+    allocated. FP8 keys and values: their codes as uint8, and `stored`. output: where to store the output, contiguous,
+    without FP8.
     """
     fp8, *scales = stored
+    if output is not None:
+        return Attended(output, _attend_into(query, key, value, occupied, output, completion_counters, scale))
     return Attended(*_attend(query, key, value, *scales, occupied, scale, completion_counters, fp8))
 
 
@@ -201,6 +205,25 @@ def _(
     return query.new_empty(query.shape), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
+@torch.library.custom_op("kvtwin::block_attend_into", mutates_args=("output", "completion_counters"))
+def _attend_into(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor, completion_counters: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """See `attend`."""
+    softmax_parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
+    launch_attention(query, key, value, occupied, None, output, softmax_parts, completion_counters, scale)
+    return softmax_parts
+
+
+@_attend_into.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor, completion_counters: Tensor | None,
+    scale: float,
+) -> Tensor:
+    return query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
+
+
 class Window(NamedTuple):
     """Queries of a window instead of the last slots. A query attends to the keys up to its own position.
     query_positions [B, W] int64, -1 for none; positions [B, Hkv, S] int64. counts [B, Hkv] int32: heads with at most
@@ -251,7 +274,7 @@ def launch_attention(
             scale_stride(stored.key_scale), scale_stride(stored.value_scale), splits, each,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
             OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=triton.next_power_of_2(splits),
-            FP8=fp8_format(stored.fp8, key.device), num_warps=warps,
+            FP8=fp8_format(stored.fp8, key.device), num_warps=warps, **early(key.device),
         )
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import INTERPRETED, SMALL_TILES, on_device_of, padded_head_dim
+from ..launch import INTERPRETED, SMALL_TILES, early, on_device_of, padded_head_dim
 from .choose_kernel import choose_kernel
 from .evict_kernels import arrive_kernel, evict_kernel, settle_kernel
 
@@ -16,6 +16,8 @@ APART = 256
 EVICTING_WARPS = 16
 #: The most slots whose codes a program keeps in registers, and its warps.
 AT_ONCE, CHOOSING_WARPS = 4096, 8
+#: Where branches of a graph begin or join, a launch starts when those before it have ended.
+LATE = {"EARLY": False}
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ def arrive(
             counts, completion_counters, count, heads, key.shape[2], budget, offset or 0,
             *new_key.stride(), *new_value.stride(), *valid.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, MAGNITUDE=magnitude is not None,
-            COUNTS=counts is not None, RANDOM=offset is not None, num_warps=4,
+            COUNTS=counts is not None, RANDOM=offset is not None, num_warps=4, **early(key.device),
         )
 
 
@@ -111,7 +113,7 @@ def settle(
 ) -> None:
     """Move the tokens of a block to their destinations, [B, Hkv, count] as `choose` returns them, and free the block's
     slots."""
-    _settle(destination, (key, value, occupied, positions, score, token_index, carried), budget)
+    _settle(destination, (key, value, occupied, positions, score, token_index, carried), budget, LATE)
 
 
 @settle.register_fake
@@ -167,11 +169,12 @@ def _launch(
     ranking = token_index if rank is None else rank, occupied if protected is None else protected
     constants = {"BY_AGE": rank is None, "PROTECTED": protected is not None}
     numbers = slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)), budget, sinks, recent
+    start = early(occupied.device) if moves else LATE
     with on_device_of(occupied):
         if at_once(budget + count, count):
             choose_kernel[(batch * heads,)](
                 *ranking, occupied, token_index, valid_seen, seen, free_slots, destination, count, came, *numbers,
-                SLOTS=triton.next_power_of_2(budget + count), **constants, num_warps=CHOOSING_WARPS,
+                SLOTS=triton.next_power_of_2(budget + count), **constants, num_warps=CHOOSING_WARPS, **start,
             )
             moved = 0
         else:
@@ -179,7 +182,7 @@ def _launch(
                 ranking, constants, tensors, (valid_seen, seen), free_slots, destination, came, numbers, moves=moves
             )
         if moves and not moved:
-            _settle(destination, tensors, budget)
+            _settle(destination, tensors, budget, start)
     return destination
 
 
@@ -215,7 +218,9 @@ def _launch_evict(
     return moved
 
 
-def _settle(destination: Tensor, tensors: tuple[Tensor | None, ...], budget: int) -> None:
+def _settle(
+    destination: Tensor, tensors: tuple[Tensor | None, ...], budget: int, start: dict[str, bool]
+) -> None:
     key, carried = tensors[0], tensors[-1]
     assert key is not None
     batch, heads, slots, head_dim = key.shape
@@ -225,5 +230,5 @@ def _settle(destination: Tensor, tensors: tuple[Tensor | None, ...], budget: int
     with on_device_of(key):
         settle_kernel[(batch * heads * triton.cdiv(count, tokens),)](
             destination, *tensors, count, slots, budget, destination.stride(1), HEAD_DIM=head_dim,
-            D_PAD=padded_head_dim(head_dim), TOKENS=tokens, CARRIED=carried is not None, num_warps=4,
+            D_PAD=padded_head_dim(head_dim), TOKENS=tokens, CARRIED=carried is not None, num_warps=4, **start,
         )

@@ -21,8 +21,8 @@ what it aggregates and how it ranks:
   `_carries_magnitude`, a new token's entry is ||v||_1 before `_update`; otherwise `_update` sets it.
 - `_library_attends`: whether a kernel of PyTorch may attend for a prompt of one block, because the method compares the
   queries and keys as they come and does not read the softmaxes.
-- `_chooses_early`: whether the evictions of a block do not depend on its attention. `_choose` then runs beside it, and
-  the tokens move afterwards. Otherwise `_evict` does both.
+- `_chooses_early`: whether the evictions of a block do not depend on its attention. `_prepare` then runs before it,
+  `_choose` beside it, and the tokens move afterwards. Otherwise `_evict` does all.
 - `_allocate()` makes the method's buffers. `_buffers()` returns those with rows (first axis B), which `reorder`
   permutes; `_carried` is not among them. `_clear()` resets the buffers.
 """
@@ -266,17 +266,23 @@ class BlockState(State):
 
     # One block -------------------------------------------------------------------------------------------------------
 
-    def _append(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
-        """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D]."""
+    def _append(
+        self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, output: Tensor | None = None
+    ) -> Tensor:
+        """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D], which is `output` if given.
+        """
         end, count = self._arrive(key, value, valid), query.shape[2]
         early = self._chooses_early and self._ranks is None
-        side = graph.fork() if early else None
         if early:
+            # Work for many multiprocessors. The attention would leave it few.
+            prepared = self._prepare(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)))
+            side = graph.fork()
             with graph.on(side):
-                destination = self._choose(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)), count)
+                destination = self._choose(prepared, count)
         compared, keys = self._compared(query, valid, end)
         output, softmax_parts = attend(
-            compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale, self._counters
+            compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale, self._counters,
+            output=output,
         )
         if early:
             graph.join(side)
@@ -327,10 +333,14 @@ class BlockState(State):
             self._carried, self._valid_seen, self._seen, self.config.budget, count, came, self._sinks, self._recent,
         )
 
-    def _choose(self, block: Block, count: int) -> Tensor:
+    def _prepare(self, block: Block) -> Any:
+        """What `_choose` is to know of a block that is in its slots."""
+        return self._update(block)
+
+    def _choose(self, prepared: Any, count: int) -> Tensor:
         """Where `_evict` moves the tokens of a block. Its attention may run at the same time, since it reads what is
         in the slots until the tokens move."""
-        rank, protected = self._update(block)
+        rank, protected = prepared
         return ops.choose(
             rank, protected, self.occupied, self._token_index, self._valid_seen, self._seen, self.config.budget, count,
             count, self._sinks, self._recent,
