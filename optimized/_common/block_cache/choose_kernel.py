@@ -14,10 +14,11 @@ from .evict_kernels import NEVER, code_of, count_all, ends_of
 
 @triton.jit
 def threshold_of(code, wanted):
-    """The `wanted`-th lowest of the candidates' codes [SLOTS], and the number of codes below it. SLOTS: at most 2^15.
+    """A number, and how many of the candidates' codes [SLOTS] are below it: at most `wanted`, and at least as many are
+    not above it. SLOTS: at most 2^15.
 
     Finds two bits at a time, from the numbers of codes below the three multiples of the next power of two; one sum
-    counts all three. A histogram of more bits takes longer.
+    counts all three. It ends when `wanted` codes are below one of them. A histogram of more bits takes longer.
     """
     least, never = ends_of(code.dtype)
     base = tl.min(code, 0).to(tl.int64)
@@ -32,12 +33,18 @@ def threshold_of(code, wanted):
         count += tl.where(wide < base + 2 * step, 1 << 16, 0).to(tl.int64)
         count += tl.where(wide < base + 3 * step, 1 << 32, 0).to(tl.int64)
         total = tl.sum(count, 0)
+        met = wanted < 0
         for number in tl.static_range(3):
             lower = ((total >> (16 * number)) & 0xFFFF).to(tl.int32)
             if lower < wanted:
                 below = lower
                 base += step
+            met = met | (lower == wanted)
         shift -= 2
+        if met:
+            below = wanted
+            base += step                               # not above `never`: below that would be all slots
+            shift = wanted * 0 - 1
     return base.to(code.dtype), below
 
 

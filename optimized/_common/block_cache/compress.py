@@ -38,7 +38,7 @@ from .kernels import Window, launch_attention, launch_received
 from .ops import chunk_size, moved_at_once, rows
 
 #: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
-#: program fits on a multiprocessor at a time. Those that never return at once are no faster with 16 warps.
+#: program fits on a multiprocessor at a time.
 PASSING_WARPS, PASSING_CHUNK = 8, 2048
 #: The first axis of `numbers`: slots in order of arrival, ranks as integers, free slots, new slots.
 _SLOTS_BY_AGE, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in (0, 2, 3))
@@ -126,7 +126,7 @@ def compress(
             kernel_size, 0, 0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else 32, ALWAYS=always, APPENDED=appended,
             OBSERVES=True, CARRIED=False, MOVES=moves, PAGE=1, AT_ONCE=always and end <= chunk,
-            num_warps=4 if end <= 1024 else PASSING_WARPS,
+            num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
 
