@@ -26,6 +26,8 @@ def ranks_of(content: str, shape: tuple[int, ...], generator: torch.Generator) -
         return torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-38, 38, shape, generator=generator)
     if content in ("integers", "equal integers"):
         return torch.randint(0, 2**60 if content == "integers" else 2, shape, generator=generator) << 1
+    if content == "successive integers":
+        return torch.rand(shape, generator=generator).argsort(-1).argsort(-1)
     special = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0])
     return special[torch.randint(0, len(special), shape, generator=generator)]
 
@@ -51,7 +53,7 @@ def after(
 
 
 @pytest.mark.parametrize("place", range(3), ids=["small", "chunks", "apart"])
-@pytest.mark.parametrize("content", ["ties", "close", "wide", "special", "integers", "equal integers"])
+@pytest.mark.parametrize("content", ["ties", "close", "wide", "special", "integers", "equal integers", "successive integers"])
 @pytest.mark.parametrize("guarded", [False, True], ids=["all", "protected"])
 @pytest.mark.parametrize("kept", [False, True], ids=["passes", "at-once"])
 def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, kept, device, monkeypatch):
