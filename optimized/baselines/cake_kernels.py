@@ -148,8 +148,8 @@ def observe_kernel(
             mean += away * share
             before += count
             dispersion -= tl.sum(weight * tl.log2(weight + _SMALLEST), 0)
-        variance = squares / tl.maximum(before - 1.0, 1.0)
-        variance = variance.to(tl.float32)
+        # Not in float64, in whose division lanes of a warp may diverge: see numerics.py.
+        variance = squares.to(tl.float32) / tl.maximum(before - 1.0, 1.0)
         score += mean + gamma * variance
         shift += variance
     tl.store(indicator + row_head.to(tl.int64) * prefix + t, score, mask=t < prefix)

@@ -248,7 +248,8 @@ def importance_kernel(
     at = batch_head * slots
     j = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     total = tl.load(means + at + j, mask=j < end, other=0.0)
-    exempt = (tl.load(left_out + at + j, mask=j < end, other=0).to(tl.float64) / _ONE).to(tl.float32)
+    # Not `/ _ONE`: it has the same bits, but lanes of a warp may diverge in a division of float64, see numerics.py.
+    exempt = (tl.load(left_out + at + j, mask=j < end, other=0).to(tl.float64) * (1.0 / _ONE)).to(tl.float32)
     tl.store(means + at + j, (total - exempt) / tokens.to(tl.float32), mask=j < end)
 
     d = tl.arange(0, D_PAD)
