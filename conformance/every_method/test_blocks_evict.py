@@ -53,7 +53,9 @@ def after(
 
 
 @pytest.mark.parametrize("place", range(3), ids=["small", "chunks", "apart"])
-@pytest.mark.parametrize("content", ["ties", "close", "wide", "special", "integers", "equal integers", "successive integers"])
+@pytest.mark.parametrize(
+    "content", ["ties", "close", "wide", "special", "integers", "equal integers", "successive integers"]
+)
 @pytest.mark.parametrize("guarded", [False, True], ids=["all", "protected"])
 @pytest.mark.parametrize("kept", [False, True], ids=["passes", "at-once"])
 def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, kept, device, monkeypatch):
