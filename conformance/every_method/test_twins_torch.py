@@ -31,6 +31,7 @@ from kvtwin.conformance.cases.tiny import (
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.ranks.pool import one_rank
+from kvtwin.optimized._common.block_cache.state import BlockState
 from kvtwin.optimized._common.launch import INTERPRETED
 
 #: Of operations: kvtwin's, and the names of other packages' methods.
@@ -101,6 +102,10 @@ def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any
             state = new_state(twin, twin.optimized, device, **options)
             prefill(state, prompt(device, seed=1))
             step(state, token(device, seed=2))
+            if isinstance(state, BlockState):  # in a graph of blocks, the output has its place
+                query, key, value = (tensor[:, :, :1] for tensor in prompt(device, seed=3))
+                valid = torch.ones(len(query), 1, dtype=torch.bool, device=device)
+                state._append(query, key, value, valid, torch.empty_like(query.contiguous()))
         if twin.state and "process_group" in inspect.signature(twin.state).parameters:
             with one_rank(device) as group:
                 state = new_state(twin, twin.optimized, device, process_group=group)
