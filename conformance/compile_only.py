@@ -220,7 +220,7 @@ def choosing(pair: Pair) -> list[ModuleType]:
 
 def ways(pair: Pair) -> tuple[bool, ...]:
     """The arguments of `fused_as` that make a difference: for block states both, since they choose evictions by other
-    kernels with many heads."""
+    kernels in long caches."""
     blocks: Any = importlib.import_module(f"{discovery.OPTIMIZED}._common.block_cache.state")
     state = getattr(pair.optimized, pair.state.__name__) if pair.state else object
     return (False, True) if choosing(pair) or issubclass(state, blocks.BlockState) else (False,)
@@ -228,7 +228,7 @@ def ways(pair: Pair) -> tuple[bool, ...]:
 
 @contextlib.contextmanager
 def fused_as(pair: Pair, value: bool) -> Iterator[None]:
-    """Use the kernels for many KV heads, or those for few, whatever their number."""
+    """Use the kernels for many KV heads and long caches, or those for few and short ones, whatever the sizes."""
     ops: Any = importlib.import_module(f"{discovery.OPTIMIZED}._common.block_cache.ops")
 
     def at_once(end: int, count: int) -> bool:
