@@ -57,10 +57,10 @@ def after(
     "content", ["ties", "close", "wide", "special", "integers", "equal integers", "successive integers"]
 )
 @pytest.mark.parametrize("guarded", [False, True], ids=["all", "protected"])
-@pytest.mark.parametrize("kept", [False, True], ids=["passes", "at-once"])
-def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, kept, device, monkeypatch):
+@pytest.mark.parametrize("at_once", [False, True], ids=["passes", "at-once"])
+def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, guarded, at_once, device, monkeypatch):
     """A head's program passes over the codes in memory, or keeps them."""
-    monkeypatch.setattr(ops, "at_once", lambda *_: kept)
+    monkeypatch.setattr(ops, "at_once", lambda *_: at_once)
     budget, count = SIZES[device.type][place]
     shape, end = (BATCH, HEADS), budget + count
     generator = torch.Generator().manual_seed(place)
@@ -81,11 +81,11 @@ def test_the_lowest_ranks_leave_and_ties_from_the_lowest_slot(content, place, gu
     }
     seen = torch.full((2, 1), 11, device=device)
     results = []
-    for at_once, counted in zip((True, False), seen, strict=True):
+    for moved, counted in zip((True, False), seen, strict=True):
         mine = {name: longer(tensor, 3).to(device) for name, tensor in given.items()}
         on_device = [None if tensor is None else tensor.to(device) for tensor in (rank, protected)]
         numbers = counted, budget, count, 5, sinks, recent
-        if at_once:
+        if moved:
             ops.evict(*on_device, *mine.values(), total.int().to(device), *numbers)
         else:
             to = ops.choose(*on_device, mine["occupied"], mine["token_index"], total.int().to(device), *numbers)

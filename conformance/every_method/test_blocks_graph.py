@@ -29,7 +29,7 @@ LEAST, CHUNK, TIMES = 4, 2, 2
 BLOCK, BUDGET, HEAD_DIM = 3, 12, 20
 TOKENS = BLOCK * (LEAST + 1) + 2
 #: Methods whose evictions do not depend on the attention of a block.
-EARLY = ("keydiff", "random", "snapkv", "streaming_llm")
+EARLY = ("keydiff", "lag_kv", "random", "snapkv", "streaming_llm")
 some_pairs = pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name in ("keydiff", "tova")], ids=str)
 
 
@@ -55,9 +55,10 @@ def captured(function: Callable[[], Tensor | None], memory: object) -> Callable[
 
 
 def state_of(
-    pair: discovery.Pair, device: torch.device, dtype: torch.dtype = torch.float16, head_dim: int = HEAD_DIM
+    pair: discovery.Pair, device: torch.device, dtype: torch.dtype = torch.float16, head_dim: int = HEAD_DIM,
+    block_size: int = BLOCK,
 ) -> Any:
-    options = checkers.ask(pair.name, "SMALL", {}) | {"budget": BUDGET, "block_size": BLOCK}
+    options = checkers.ask(pair.name, "SMALL", {}) | {"budget": BUDGET, "block_size": block_size}
     return getattr(pair.optimized, pair.state.__name__)(
         pair.config(**options), batch=2, query_heads=4, key_value_heads=2, head_dim=head_dim, dtype=dtype,
         device=device,
@@ -114,6 +115,23 @@ def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, mon
         for step in range(3):
             part = {name: prompt[name][:, :, step] for name in ("query", "key", "value")}
             assert_same(mine.step(**part), plain.step(**part), what=f"output of step {step}")
+
+
+@some_pairs
+def test_blocks_of_a_chunk_that_is_a_replay_from_the_start(pair, device, monkeypatch):
+    """Blocks of 8 tokens are aligned: all blocks of a chunk take the kernels that the first prompt has compiled."""
+    state, plain = (state_of(pair, device, block_size=8) for _ in range(2))
+    for number in range(2):
+        state.reset()
+        plain.reset()
+        prompt = prompt_of(number, device, 8 * (2 * CHUNK + 1))
+        output = state.prefill(**prompt)
+        assert graph._graphs[state]._memory.aligned
+        with monkeypatch.context() as without:
+            without.setattr(graph, "BLOCKS", 10**6)
+            assert_same(output, plain.prefill(**prompt), what=f"output of prompt {number}")
+        assert_equal(state, plain, f"prompt {number}")
+    assert graph._graphs[state]._replays.keys() == {1, CHUNK}
 
 
 @pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name == "keydiff"], ids=str)

@@ -102,7 +102,7 @@ def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any
             state = new_state(twin, twin.optimized, device, **options)
             prefill(state, prompt(device, seed=1))
             step(state, token(device, seed=2))
-            if isinstance(state, BlockState):  # in a graph of blocks, the output has its place
+            if isinstance(state, BlockState):  # graphs of blocks give `_append` an output
                 query, key, value = (tensor[:, :, :1] for tensor in prompt(device, seed=3))
                 valid = torch.ones(len(query), 1, dtype=torch.bool, device=device)
                 state._append(query, key, value, valid, torch.empty_like(query.contiguous()))

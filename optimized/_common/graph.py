@@ -28,11 +28,11 @@ Append = Callable[..., Tensor]
 BLOCKS = 8
 #: Elements of a block's largest tensor up to which the host is slower than the GPU. It also limits a graph's memory.
 ELEMENTS = 2**23
-#: The most blocks of a chunk.
+#: The most blocks of a chunk. A chunk's tensors and output have up to ELEMENTS elements each.
 CHUNK = 16
-#: How many times as many blocks a prompt has at least as its chunks: a capture takes the host as long as plain calls.
+#: A chunk has at most 1/TIMES of the prompt's blocks: a capture takes the host as long as plain calls.
 TIMES = 8
-#: Shapes whose memory is kept.
+#: Shapes whose memory is kept, until the process ends.
 MEMORIES = 8
 #: Devices that have graphs.
 DEVICES = ("cuda",)

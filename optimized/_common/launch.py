@@ -136,9 +136,10 @@ def launches_early(device: torch.device) -> bool:
     return PTX and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def early(device: torch.device) -> dict[str, bool]:
-    """Options of a kernel that may start before the previous one has ended, and calls `previous_done` first."""
-    return {"EARLY": True, "launch_pdl": True} if launches_early(device) else {"EARLY": False}
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that may start before the previous one has ended, and whose first statement is
+    `previous_done`."""
+    return {"DEPENDENT": True, "launch_pdl": True} if launches_early(device) else {"DEPENDENT": False}
 
 
 def padded_slots(slots: int) -> int:

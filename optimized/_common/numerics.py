@@ -24,12 +24,12 @@ def float32(x):
 
 # `tl.div_rn` and `tl.sqrt_rn` branch for unusual operands, and so do `/` and `tl.sqrt` of float64, so lanes of a warp
 # can diverge. With Triton 3.6, lanes of large kernels may not have reconverged when the warp stores a matrix, which is
-# then an illegal memory access. The functions below compute in float64 without branches. The approximate reciprocal (of
-# the root) has a relative error of about 2^-19. Two Newton steps reduce it to float64's precision, and a last
-# correction leaves about 2^-53. A quotient or root of float32 numbers that float64 cannot represent differs from all
-# numbers halfway between two float32 by at least 2^-49 (quotients) or 2^-51 (roots) of its size. Infinities, NaN, and
-# roots of zero, for which Newton steps give NaN, come from the approximation, and so does the sign of a quotient, which
-# Newton steps lose for zeros.
+# then an illegal memory access. (LagKV's ranks divide so. They have no matrices, which `compile_only` checks.) The
+# functions below compute in float64 without branches. The approximate reciprocal (of the root) has a relative error of
+# about 2^-19. Two Newton steps reduce it to float64's precision, and a last correction leaves about 2^-53. A quotient
+# or root of float32 numbers that float64 cannot represent differs from all numbers halfway between two float32 by at
+# least 2^-49 (quotients) or 2^-51 (roots) of its size. Infinities, NaN, and roots of zero, for which Newton steps give
+# NaN, come from the approximation, and so does the sign of a quotient, which Newton steps lose for zeros.
 
 
 @triton.jit
@@ -143,9 +143,11 @@ def round_output(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def previous_done(EARLY: tl.constexpr):
-    """With EARLY, wait until the launches before have ended, and let the next one start, which waits likewise."""
-    if EARLY:
+def previous_done(DEPENDENT: tl.constexpr):
+    """With DEPENDENT, wait until the previous launch has ended, then let the next one start. The first statement of a
+    kernel: nothing may be read or written before it. All such kernels wait, so that the end of the previous launch is
+    also that of all earlier ones."""
+    if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 

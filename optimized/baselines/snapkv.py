@@ -175,7 +175,7 @@ class SnapKVState(BlockState):
         self._order = self._buffer(batch, heads, self.config.budget, dtype=torch.int32)
         self._window = self._window_query, self._window_positions
         self._between = between(self.sizes, observers, self.device)
-        # Not those of the block's attention, which may run at the same time.
+        #: Of the window's attention: zeros between launches.
         self._window_counters = self._buffer(kernels.counters_of(self.sizes, observers), dtype=torch.int32)
         self._chooses_early = self.config.interval == 1                         # else, one kernel chooses and moves
 

@@ -150,14 +150,14 @@ def attention_kernel(
     capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, value_scale_h, splits, split_tiles,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
-    NEGATIVE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
+    NEGATIVE: tl.constexpr, SPLITS: tl.constexpr, FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Program (split, block of rows, KV head, row of the batch). Without OUTPUT, values are not read.
 
     With SPLITS = 1, a program attends to all slots. Otherwise to `split_tiles` tiles of them, and the last of `splits`
     programs merges; SPLITS is at least `splits`.
     """
-    previous_done(EARLY)
+    previous_done(DEPENDENT)
     blocks = tl.cdiv(count * GROUP, ROWS)
     program, split = tl.program_id(0), 0
     if SPLITS > 1:

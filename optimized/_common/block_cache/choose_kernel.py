@@ -14,11 +14,12 @@ from .evict_kernels import NEVER, code_of, count_all, ends_of
 
 @triton.jit
 def threshold_of(code, wanted):
-    """A number, and how many of the candidates' codes [SLOTS] are below it: at most `wanted`, and at least as many are
-    not above it. SLOTS: at most 2^15.
+    """A threshold for codes [SLOTS], and how many candidates' codes are below it: at most `wanted`, and together with
+    those equal to it at least `wanted`. int64 codes are at most 2^61. SLOTS: at most 2^15, since a count has 16 bits of
+    a sum.
 
-    Finds two bits at a time, from the numbers of codes below the three multiples of the next power of two; one sum
-    counts all three. It ends when `wanted` codes are below one of them. A histogram of more bits takes longer.
+    Finds two bits at a time, by three pivots: one sum counts the codes below each. It ends when `wanted` codes are
+    below a pivot. A histogram of more bits takes longer.
     """
     least, never = ends_of(code.dtype)
     base = tl.min(code, 0).to(tl.int64)
@@ -43,7 +44,7 @@ def threshold_of(code, wanted):
         shift -= 2
         if met:
             below = wanted
-            base += step                               # not above `never`: below that would be all slots
+            base += step                               # a code's type holds it: a pivot above `never` counts all slots
             shift = wanted * 0 - 1
     return base.to(code.dtype), below
 
@@ -52,11 +53,11 @@ def threshold_of(code, wanted):
 def choose_kernel(
     rank, protected, occupied, token_index, valid_seen, seen, free_slots, destination, count, came, slots, rank_h,
     protected_h, budget, sinks, recent,
-    SLOTS: tl.constexpr, BY_AGE: tl.constexpr, PROTECTED: tl.constexpr, EARLY: tl.constexpr,
+    SLOTS: tl.constexpr, BY_AGE: tl.constexpr, PROTECTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Program batch_head: the destination of each token of the block, as `evict_kernel` stores it. SLOTS: at least
     budget + count."""
-    previous_done(EARLY)
+    previous_done(DEPENDENT)
     batch_head = tl.program_id(0).to(tl.int64)
     end = budget + count
     at = batch_head * slots

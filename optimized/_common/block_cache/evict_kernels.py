@@ -45,7 +45,7 @@ def arrive_kernel(
     count, heads, slots, budget, offset,
     key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d, valid_b, valid_q,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, MAGNITUDE: tl.constexpr, COUNTS: tl.constexpr,
-    RANDOM: tl.constexpr, EARLY: tl.constexpr,
+    RANDOM: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Program (TOKENS of the block, batch_head): stores these tokens with a score of 0, or with RANDOM that of
     `random_score`. Padding leaves its slot free.
@@ -53,7 +53,7 @@ def arrive_kernel(
     valid_seen [B * Hkv] int32: the row's valid tokens, to which a head's last program adds those of this block, as to
     `counts` if COUNTS. magnitude, if MAGNITUDE: ||v||_1.
     """
-    previous_done(EARLY)
+    previous_done(DEPENDENT)
     blocks = tl.cdiv(count, TOKENS)
     first = (tl.program_id(0) % blocks) * TOKENS
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)
@@ -293,10 +293,10 @@ def evict_kernel(
 @triton.jit(do_not_specialize=["count", "slots", "budget", "destination_h"])
 def settle_kernel(
     destination, key, value, occupied, positions, score, token_index, carried, count, slots, budget, destination_h,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr, CARRIED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Program (TOKENS of the block, batch_head): moves these tokens to the destinations of `evict_kernel`."""
-    previous_done(EARLY)
+    previous_done(DEPENDENT)
     blocks = tl.cdiv(count, TOKENS)
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)
     first = (tl.program_id(0) % blocks) * TOKENS

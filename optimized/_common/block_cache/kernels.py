@@ -17,7 +17,7 @@ from ..launch import (
     MAX_SPLITS,
     RESIDENT,
     SMALL_TILES,
-    early,
+    dependent_launch,
     fp8_codes,
     fp8_format,
     multiprocessors,
@@ -69,6 +69,11 @@ def attend(
     """
     fp8, *scales = stored
     if output is not None:
+        if stored != PLAIN or output.shape != query.shape or output.dtype != query.dtype or not output.is_contiguous():
+            raise ValueError(
+                f"output must be contiguous, {tuple(query.shape)} {query.dtype}, without FP8, got "
+                f"{tuple(output.shape)} {output.dtype}"
+            )
         return Attended(output, _attend_into(query, key, value, occupied, output, completion_counters, scale))
     return Attended(*_attend(query, key, value, *scales, occupied, scale, completion_counters, fp8))
 
@@ -274,7 +279,7 @@ def launch_attention(
             scale_stride(stored.key_scale), scale_stride(stored.value_scale), splits, each,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
             OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=triton.next_power_of_2(splits),
-            FP8=fp8_format(stored.fp8, key.device), num_warps=warps, **early(key.device),
+            FP8=fp8_format(stored.fp8, key.device), num_warps=warps, **dependent_launch(key.device),
         )
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import INTERPRETED, SMALL_TILES, early, on_device_of, padded_head_dim
+from ..launch import INTERPRETED, SMALL_TILES, dependent_launch, on_device_of, padded_head_dim
 from .choose_kernel import choose_kernel
 from .evict_kernels import arrive_kernel, evict_kernel, settle_kernel
 
@@ -16,8 +16,8 @@ APART = 256
 EVICTING_WARPS = 16
 #: The most slots whose codes a program keeps in registers, and its warps.
 AT_ONCE, CHOOSING_WARPS = 4096, 8
-#: Where branches of a graph begin or join, a launch starts when those before it have ended.
-LATE = {"EARLY": False}
+#: Options of a launch that waits for one on another stream, at the begin or the end of a branch of a graph.
+INDEPENDENT = {"DEPENDENT": False}
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def arrive(
             counts, completion_counters, count, heads, key.shape[2], budget, offset or 0,
             *new_key.stride(), *new_value.stride(), *valid.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=tokens, MAGNITUDE=magnitude is not None,
-            COUNTS=counts is not None, RANDOM=offset is not None, num_warps=4, **early(key.device),
+            COUNTS=counts is not None, RANDOM=offset is not None, num_warps=4, **dependent_launch(key.device),
         )
 
 
@@ -113,7 +113,7 @@ def settle(
 ) -> None:
     """Move the tokens of a block to their destinations, [B, Hkv, count] as `choose` returns them, and free the block's
     slots."""
-    _settle(destination, (key, value, occupied, positions, score, token_index, carried), budget, LATE)
+    _settle(destination, (key, value, occupied, positions, score, token_index, carried), budget, INDEPENDENT)
 
 
 @settle.register_fake
@@ -136,7 +136,7 @@ def evict(
     """Each head evicts down to `budget`: the lowest rank first, ties to the lowest slot. Kept tokens of the block, in
     slots budget to budget + count - 1, take the free slots in ascending order, and the block's slots become free.
 
-    rank [B, Hkv, end] float32 or int64 (from 0 on), or None for age; protected likewise, bool or None. The oldest
+    rank [B, Hkv, end] float32 or int64 (from 0 to 2^61), or None for age; protected likewise, bool or None. The oldest
     `sinks` and the newest `recent` tokens are protected too. carried [B, Hkv, S], float32 or int64, moves with the
     tokens, or None. Adds `came` to seen.
     """
@@ -169,7 +169,7 @@ def _launch(
     ranking = token_index if rank is None else rank, occupied if protected is None else protected
     constants = {"BY_AGE": rank is None, "PROTECTED": protected is not None}
     numbers = slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)), budget, sinks, recent
-    start = early(occupied.device) if moves else LATE
+    start = dependent_launch(occupied.device) if moves else INDEPENDENT
     with on_device_of(occupied):
         if at_once(budget + count, count):
             choose_kernel[(batch * heads,)](

@@ -54,7 +54,7 @@ class Block(NamedTuple):
     """Q tokens that just arrived in slots capacity to end - 1, and the softmaxes of their queries.
 
     query [B, Hq, Q, D]; valid [B, Q] bool, False for padding; end = capacity + Q; softmax_parts [2, B, Hq, Q] float32:
-    see `kernels.Attended`; None at a decode step, and empty if a kernel of PyTorch attended.
+    see `kernels.Attended`; None at a decode step, and empty in `_prepare` and if a kernel of PyTorch attended.
     """
 
     query: Tensor
@@ -274,7 +274,7 @@ class BlockState(State):
         end, count = self._arrive(key, value, valid), query.shape[2]
         early = self._chooses_early and self._ranks is None
         if early:
-            # Work for many multiprocessors. The attention would leave it few.
+            # Before the attention, which would leave it few multiprocessors.
             prepared = self._prepare(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)))
             side = graph.fork()
             with graph.on(side):
