@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.optimized._common.block_cache import ops
+from kvtwin.optimized._common.block_cache.kernels import PLAIN, Stored, attend
 
 pytestmark = pytest.mark.kind("equivalence")
 BATCH, HEADS, HEAD_DIM = 2, 3, 16
@@ -120,3 +121,17 @@ def test_a_program_keeps_the_codes_of_short_caches(device, monkeypatch):
     assert ops.at_once(ops.AT_ONCE, 128)
     assert not ops.at_once(ops.AT_ONCE + 1, 128)
     assert not ops.at_once(2176, 1)
+    monkeypatch.setattr(ops, "INTERPRETED", True)
+    assert not ops.at_once(ops.AT_ONCE + 1, 128), "counts of more slots do not fit into their bits of a sum"
+
+
+def test_attention_into_an_output_refuses_others(device):
+    """Of another shape, dtype or layout, or with FP8."""
+    query, occupied = torch.zeros(1, 2, 3, 16, device=device), torch.ones(1, 4, dtype=torch.bool, device=device)
+    key = torch.zeros(1, 1, 4, 16, device=device)
+    for output, stored in (
+        (query[:, :1].contiguous(), PLAIN), (query.half(), PLAIN), (query.mT.contiguous().mT, PLAIN),
+        (query.clone(), Stored(torch.float8_e5m2)),
+    ):
+        with pytest.raises(ValueError, match=r"^output must be contiguous"):
+            attend(query, key, key, occupied, 1.0, stored=stored, output=output)

@@ -189,9 +189,7 @@ def _launch(
 def at_once(end: int, count: int) -> bool:
     """Whether a program chooses the evictions of a block of `count` tokens among `end` slots at once. In the
     interpreter, those of blocks with an even number of tokens, so that tests cover both cases."""
-    if INTERPRETED:
-        return count % 2 == 0
-    return count > 1 and end <= AT_ONCE
+    return end <= AT_ONCE and (count % 2 == 0 if INTERPRETED else count > 1)
 
 
 def _launch_evict(
