@@ -248,35 +248,38 @@ def attention_kernel(
 def _receive_tiles(
     k, at, total, query, softmax_parts, query_positions, scale, first, count, past, all_queries, query_h, query_q,
     query_d, asks_q,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, QUERIES: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Add to total [BLOCK, QUERIES] the weights that the queries from tile `first` on, of all heads of the group, give
-    to the keys k [BLOCK, D_PAD]. `at`: the keys' slots (positions). Each column sums every QUERIES-th query, so that
-    lanes are added once, at the end. Pointers are at the KV head."""
+    """Add to total [ROWS, BLOCK] the weights that the queries from tile `first` on give to the keys k [BLOCK, D_PAD].
+
+    A tile has QUERIES queries of all heads of the group: row = query * GROUP + head of the group. `at` [BLOCK]: the
+    keys' slots (positions). Each row of total sums one row of every tile, so that rows are added once, at the end.
+    Pointers are at the KV head."""
     d = tl.arange(0, D_PAD)
-    row = tl.arange(0, QUERIES).to(tl.int64)
-    tiles = tl.cdiv(count, QUERIES) - first
-    for tile in tl.range(0, GROUP * tiles, num_stages=STAGES):
-        head = (tile // tiles).to(tl.int64)
-        i = (first + tile % tiles) * QUERIES + row
-        valid = i < count
-        shift = tl.load(softmax_parts + head * count + i, mask=valid, other=0.0)
-        inverse = tl.load(softmax_parts + all_queries + head * count + i, mask=valid, other=0.0)
+    row = tl.arange(0, ROWS)
+    head = row % GROUP
+    nth = row // GROUP                                                 # of the tile's queries
+    queries = query + head.to(tl.int64)[:, None] * query_h + nth.to(tl.int64)[:, None] * query_q + d[None, :] * query_d
+    parts = softmax_parts + head * count + nth
+    for tile in tl.range(first, tl.cdiv(count, QUERIES), num_stages=STAGES):
+        begin = tile * QUERIES
+        valid = (nth < QUERIES) & (begin + nth < count)
+        shift = tl.load(parts + begin, mask=valid, other=0.0)
+        inverse = tl.load(parts + all_queries + begin, mask=valid, other=0.0)
         q = tl.load(
-            query + head * query_h + i[:, None] * query_q + d[None, :] * query_d,
-            mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
+            queries + begin.to(tl.int64) * query_q, mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )
         # The arithmetic of `_attend_tiles`, but masked afterwards, so that the mask does not change the rounding.
-        weight = tl.exp2(multiply(dot(k, tl.trans(q)), scale) - shift[None, :])  # [BLOCK, QUERIES]
+        weight = tl.exp2(multiply(dot(q, tl.trans(k)), scale) - shift[:, None])  # [ROWS, BLOCK]
         if CAUSAL:
             if POSITIONS:
-                sees = tl.load(query_positions + i * asks_q, mask=valid, other=-1)
+                sees = tl.load(query_positions + (begin + nth).to(tl.int64) * asks_q, mask=valid, other=-1)
             else:
-                sees = past + i
-            weight = tl.where(at[:, None] <= sees[None, :], weight, 0.0)
+                sees = past + begin + nth
+            weight = tl.where(at[None, :] <= sees[:, None], weight, 0.0)
         # Padding queries may be NaN. (Loading a mask first would delay the queries.)
-        total += tl.where((inverse != 0.0)[None, :], weight, 0.0) * inverse[None, :]
+        total += tl.where((inverse != 0.0)[:, None], weight, 0.0) * inverse[:, None]
     return total
 
 
@@ -300,24 +303,25 @@ def _receive_block(
     if FP8 is not None:
         k = from_fp8(k, query.dtype.element_ty, FP8)
     past = slots - count
+    QUERIES: tl.constexpr = ROWS // GROUP                              # of a tile; rows behind those stay empty
     all_queries = programs * GROUP * count
     softmax_parts += batch_head * GROUP * count
-    total = tl.full([BLOCK, ROWS], 0.0, tl.float32)
-    at = s64
+    total = tl.full([ROWS, BLOCK], 0.0, tl.float32)
+    at = s
     if POSITIONS:
         at = tl.load(positions + s64 * position_s, mask=holds, other=0)
     if not POSITIONS and first + BLOCK - 1 <= past:                    # every query attends to all of these keys
         total = _receive_tiles(
             k, at, total, query, softmax_parts, query_positions, scale, 0, count, past, all_queries,
-            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, False, POSITIONS, STAGES,
+            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, False, POSITIONS, STAGES,
         )
     else:
-        nearest = tl.maximum(first - past, 0) // ROWS                  # earlier tiles attend to none of these keys
+        nearest = tl.maximum(first - past, 0) // QUERIES               # earlier tiles attend to none of these keys
         if POSITIONS:
             nearest = first * 0
         total = _receive_tiles(
             k, at, total, query, softmax_parts, query_positions, scale, nearest, count, past, all_queries,
-            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, True, POSITIONS,
+            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, True, POSITIONS,
             STAGES if POSITIONS else 1,
         )
     divisor = GROUP + 0.0
@@ -331,7 +335,7 @@ def _receive_block(
                 counted = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
             observers += tl.where(counted, 1, 0)
         divisor = divisor * tl.maximum(tl.sum(observers, 0), 1)
-    received = tl.where(holds, tl.sum(total, 1) / divisor, 0.0)
+    received = tl.where(holds, tl.sum(total, 0) / divisor, 0.0)
     into = batch_head * result_h + s
     if ADD:
         received += tl.load(result + into, mask=s < slots, other=0.0)

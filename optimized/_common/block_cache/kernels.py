@@ -108,10 +108,11 @@ def accumulate(
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-#: Tile shapes for much work and short rows. Attention: (rows of queries and heads, slots, stages, warps). Attention
-#: received: (queries, keys, stages, warps). The best measured on an H200.
+#: Tile shapes for much work, (rows of queries and heads, slots, stages, warps): of the attention, and of the weights
+#: that keys receive. Those of a group's mean weights: (queries, slots, warps). The best measured on an H200.
 ATTENTION_TILE = (128, 64, 3, 8)
-RECEIVED_TILE = (32, 128, 3, 4)
+RECEIVED_TILE = (64, 128, 3, 4)
+MEAN_TILE = (32, 128, 4)
 #: Tiles of slots that a program of the attention has at least, if programs share the slots.
 TILES_EACH = 4
 #: The smallest number of rows in a tile of the attention.
@@ -133,15 +134,32 @@ def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
 
 
 def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
-    """See RECEIVED_TILE."""
-    queries = query.shape[2]
+    """See RECEIVED_TILE. A tile has at least one query of the whole group."""
+    group = query.shape[1] // key.shape[1]
+    rows, block, stages, warps = _tile_of_rows(query, key, query.shape[2] * group)
+    return max(rows, triton.next_power_of_2(group)), block, stages, warps
+
+
+def _tile_of_rows(query: Tensor, key: Tensor, rows: int) -> tuple[int, int, int, int]:
     if query.dtype == torch.float32 and not INTERPRETED:
         return FLOAT32_TILE
     if SMALL_TILES:
         return 16, (16 if key.shape[2] <= 48 else 64), 2, 4
     if query.shape[3] > 128:
-        return (16 if queries <= 16 else 32), 64, 2, 4
-    return RECEIVED_TILE if queries > 16 else (16, 64, 3, 4)
+        return (16 if rows <= 16 else 32), 64, 2, 4
+    return RECEIVED_TILE if rows > 32 else (16 if rows <= 16 else 32, 64, 3, 4)
+
+
+def mean_tile(query: Tensor, key: Tensor) -> tuple[int, int, int]:
+    """See MEAN_TILE."""
+    queries = query.shape[2]
+    if query.dtype == torch.float32 and not INTERPRETED:
+        return 16, 16, 4
+    if SMALL_TILES:
+        return 16, (16 if key.shape[2] <= 48 else 64), 4
+    if query.shape[3] > 128:
+        return (16 if queries <= 16 else 32), 64, 4
+    return MEAN_TILE if queries > 16 else (16, 64, 4)
 
 
 def counters_of(sizes: Sizes, queries: int) -> int:
@@ -291,7 +309,7 @@ def launch_received(
     """Launch `received_kernel` into result [B, Hkv, S] float32. If heads may be skipped, there are fewer programs with
     several blocks of keys each, since even a program that returns at once takes time."""
     shape = _shape(query, key, key)
-    queries, block, stages, warps = _received_tile(query, key)
+    rows, block, stages, warps = _received_tile(query, key)
     heads, blocks = key.shape[0] * key.shape[1], triton.cdiv(key.shape[2], block)
     tensors, numbers = _of_window(window)
     each = 1
@@ -303,7 +321,7 @@ def launch_received(
             query, key, key, stored.key_scale, occupied, *tensors, softmax_parts, result, magnitude, rank,
             scale * LOG2_E.value, *_arguments(query, key, key, occupied), *numbers, scale_stride(stored.key_scale),
             each, result.stride(1) if add else key.shape[2],
-            **shape, ROWS=queries, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
+            **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
             DUE=tensors[2] is not None, MEAN=mean, ADD=add, MAGNITUDE=magnitude is not None,
             FP8=fp8_format(stored.fp8, key.device), num_warps=warps,
         )
