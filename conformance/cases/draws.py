@@ -48,20 +48,30 @@ def _profile() -> str:
     return settings.get_current_profile_name()
 
 
+def shares_kernels() -> bool:
+    """True with the profile gpu, whose run has to end in eight minutes, although it compiles all its kernels. Then few
+    options that have kernels of their own are drawn, and tests use sizes for which others compile the kernels too."""
+    return _profile() == "gpu"
+
+
 def third_of_run(options: Sequence[Any]) -> list[Any]:
-    """The options to draw from. With the profile gpu, a third of them: another third in a run with another seed, and
-    the same one in all tests and processes of a run, so that they share the kernels that are compiled for an option.
+    """The options to draw from: with the profile gpu, a third of them (see `of_run`)."""
+    return of_run(options, -(-len(options) // 3))
+
+
+def of_run(options: Sequence[Any], count: int) -> list[Any]:
+    """The options to draw from. With the profile gpu, `count` of them: others in a run with another seed, and the same
+    ones in all tests and processes of a run, so that they share the kernels that are compiled for an option.
 
     A run without --hypothesis-seed goes by its id of pytest-xdist, and without either by its process.
     """
     from hypothesis import core
 
-    if _profile() != "gpu":
+    if not shares_kernels():
         return list(options)
     seed = core.global_force_seed
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid()) if seed is None else seed
-    order = sorted(options, key=lambda option: hashlib.sha256(f"{run} {option}".encode()).digest())
-    chosen = order[:-(-len(order) // 3)]
+    chosen = sorted(options, key=lambda option: hashlib.sha256(f"{run} {option}".encode()).digest())[:count]
     return [option for option in options if option in chosen]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import BITS, LETTERS
-from . import contents, strategies, supported
+from . import contents, draws, strategies, supported
 from .case import Case
 
 #: Formats of R, E and T that do not quantize, all or some of them.
@@ -192,6 +192,7 @@ def paged_cases(
                  "group": group, "head_dim": head_dim, "dtype": dtype}
         shared, block = draw(st.sampled_from(_tables((16, 8), (4, 2))))
         # Each combination is compiled, so a triple has two of the formats, and one with the small blocks.
+        formats = tuple(draws.of_run(formats, 3))
         turn = triples.index(triple)
         formats = tuple(formats[(turn + other) % len(formats)] for other in ((0,) if block == 2 else (0, 1)))
     first, last, unit = supported.slots(1, most or (18 if small else 300))

@@ -31,9 +31,10 @@ LARGER = {"SLOTS": 120, "HEAD_DIM": 48, "WINDOW": 9, "BUDGET": 100} if torch.cud
 
 
 @contextmanager
-def larger() -> Iterator[None]:
-    """In this context, LARGER replaces the sizes above."""
-    with mock.patch.dict(globals(), LARGER):
+def larger(head_dim: int = LARGER["HEAD_DIM"], group: int = QUERY_HEADS // KEY_VALUE_HEADS) -> Iterator[None]:
+    """In this context, LARGER replaces the sizes above. group: query heads per KV head."""
+    heads = {"QUERY_HEADS": KEY_VALUE_HEADS * group, "HEADS": (KEY_VALUE_HEADS * group, *HEADS[1:])}
+    with mock.patch.dict(globals(), {**LARGER, **heads, "HEAD_DIM": head_dim}):
         yield
 
 

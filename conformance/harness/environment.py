@@ -148,7 +148,7 @@ def set_up_hypothesis(config: pytest.Config) -> None:
     # The explanation of a failure, which a verdict does not show, takes most of a failed test's time: about 100 calls.
     shrunk: dict[str, Any] = {"phases": [phase for phase in Phase if phase != Phase.explain]}
     # On a GPU compiling kernels for what is drawn takes most of the time. The cases depend on the seed.
-    settings.register_profile("gpu", max_examples=10, **shrunk, **common)
+    settings.register_profile("gpu", max_examples=8, **shrunk, **common)
     settings.register_profile("default", max_examples=50, **shrunk, **common)
     settings.register_profile("thorough", max_examples=1000, **common)
     if not config.getoption("--hypothesis-profile", default=None):  # otherwise Hypothesis's own plugin loads it

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import HealthCheck, Phase, core, find, given, seed, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import interpreter
@@ -112,10 +112,25 @@ def test_prompts_and_traces_reach_their_corners():
 def test_on_a_gpu_a_dozen_specialisations_and_large_sizes_are_drawn():
     drawn = census(strategies.decode_cases(device="cuda"), 300)
     triples = {(case.head_dim, case.group, case.dtype) for case in drawn}
-    assert triples == set(draws.third_of_run(strategies.TRIPLES)) and len(strategies.TRIPLES) <= 12
+    assert triples == set(strategies._triples(strategies.TRIPLES, strategies.DTYPES)) and len(strategies.TRIPLES) <= 12
     assert max(case.slots for case in drawn) > 2000 and min(case.slots for case in drawn) == 1
     traces = census(strategies.state_traces("longflow", device="cuda"), 50)
     assert {(trace.head_dim, trace.group, trace.dtype) for trace in traces} <= set(strategies.STATE_TRIPLES)
+
+
+def test_a_run_with_the_profile_gpu_draws_the_usual_specialisation_and_another(monkeypatch):
+    """In some run, each is drawn. Without the usual dtype there is one."""
+    monkeypatch.setattr(draws, "_profile", lambda: "gpu")
+    for usual in (strategies.TRIPLES, strategies.STATE_TRIPLES):
+        found = set()
+        for number in range(80):
+            monkeypatch.setattr(core, "global_force_seed", number)
+            triples = strategies._triples(usual, strategies.DTYPES)
+            assert len(triples) == 2 and strategies.USUAL in triples
+            assert triples == strategies._triples(usual, strategies.DTYPES)
+            assert len(strategies._triples(usual, (torch.float32,))) == 1
+            found |= set(triples)
+        assert found == set(usual)
 
 
 def test_failing_examples_shrink_to_the_smallest_case():
