@@ -14,7 +14,7 @@ from torch import Tensor
 
 #: The optimized side multiplies the scale by log2(e) in float32, so half of the largest float32 is the limit.
 LARGEST_SCALE = torch.finfo(torch.float32).max / 2
-MOST_ELEMENTS = 2**60
+MOST_ELEMENTS = 2**40
 LARGEST_FLOAT = torch.finfo(torch.float64).max
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -37,8 +37,9 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> in
 
 
 def check_product(**sizes: int) -> None:
-    """ValueError if tensors of these sizes have more elements than any memory, MOST_ELEMENTS: torch's own errors for
-    them are of many kinds, and objects that are made row by row take forever."""
+    """ValueError if tensors of these sizes have MOST_ELEMENTS or more, too many for the memory of any GPU. Torch's own
+    errors for them are of many kinds, objects that are made row by row take forever, and a system that promises more
+    memory than it has lets kernels fill them."""
     elements = 1
     for size in sizes.values():                         # torch.compile cannot trace math.prod
         elements *= size

@@ -11,6 +11,7 @@ from .._validate import (
     check_flag,
     check_integer,
     check_like,
+    check_product,
     check_shape,
     check_tensor,
 )
@@ -49,4 +50,6 @@ def check_select_pages(
     check_dtype("count.dtype", count.dtype, (torch.int64,))
     check_shape("count", count, (score.shape[0],), "[B]")
     check_device("count", count, score.device, "score")
-    return score, count, check_integer("k", k, minimum=1), check_flag("keep_last", keep_last)
+    pages = check_integer("k", k, minimum=1)
+    check_product(batch=score.shape[0], query_heads=score.shape[1], k=pages)
+    return score, count, pages, check_flag("keep_last", keep_last)
