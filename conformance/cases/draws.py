@@ -65,14 +65,24 @@ def of_run(options: Sequence[Any], count: int) -> list[Any]:
 
     A run without --hypothesis-seed goes by its id of pytest-xdist, and without either by its process.
     """
-    from hypothesis import core
-
     if not shares_kernels():
         return list(options)
+    chosen = sorted(options, key=_of_run)[:count]
+    return [option for option in options if option in chosen]
+
+
+def in_third_of_run(name: str) -> bool:
+    """True, or, with the profile gpu, in a third of the runs, as in `of_run`."""
+    return not shares_kernels() or _of_run(name)[0] % 3 == 0
+
+
+def _of_run(what: Any) -> bytes:
+    """A random number for this run and `what`."""
+    from hypothesis import core
+
     seed = core.global_force_seed
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid()) if seed is None else seed
-    chosen = sorted(options, key=lambda option: hashlib.sha256(f"{run} {option}".encode()).digest())[:count]
-    return [option for option in options if option in chosen]
+    return hashlib.sha256(f"{run} {what}".encode()).digest()
 
 
 def at_least(examples: int) -> int:

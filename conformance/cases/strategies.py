@@ -63,9 +63,9 @@ def default_device() -> torch.device:
 @st.composite
 def _common(
     draw: st.DrawFn, device: torch.device | str | None, gpu_triples: tuple, rows: int = 3,
-    dtypes: tuple[torch.dtype, ...] = DTYPES, head_dims: Sequence[int] = HEAD_DIMS,
+    dtypes: tuple[torch.dtype, ...] = DTYPES, head_dims: Sequence[int] = HEAD_DIMS, others: int = 1,
 ) -> dict:
-    """Sizes and dtype. B * Hkv is at most `rows` on the CPU."""
+    """Sizes and dtype. B * Hkv is at most `rows` on the CPU. others: see `_triples`."""
     where = torch.device(device) if device is not None else default_device()
     dtypes = tuple(draws.plain_among(supported.dtypes(dtypes), PLAIN_DTYPES))
     if where.type == "cpu":
@@ -76,7 +76,7 @@ def _common(
     else:
         batch = draw(st.integers(1, supported.rows(4)))
         heads = draw(st.sampled_from(supported.sizes("kv_heads", (1, 2, 3, 8))))
-        head_dim, group, dtype = draw(st.sampled_from(_triples(gpu_triples, dtypes, head_dims)))
+        head_dim, group, dtype = draw(st.sampled_from(_triples(gpu_triples, dtypes, head_dims, others)))
     return {
         "batch": batch, "key_value_heads": heads, "group": group, "head_dim": head_dim, "dtype": dtype,
         "device": str(where),
@@ -84,18 +84,18 @@ def _common(
 
 
 def _triples(
-    usual: tuple, dtypes: tuple[torch.dtype, ...], head_dims: Sequence[int] = HEAD_DIMS
+    usual: tuple, dtypes: tuple[torch.dtype, ...], head_dims: Sequence[int] = HEAD_DIMS, others: int = 1
 ) -> list[tuple[int, int, torch.dtype]]:
     """(head_dim, group, dtype) on a GPU: those of `usual` that the implementation supports, or a dozen of its own. With
-    the profile gpu, USUAL and one more, or a third of the dozen."""
+    the profile gpu, USUAL and `others` more, or one if USUAL is not among them, or a third of the dozen."""
     found = [
         (head_dim, group, dtype) for head_dim, group, dtype in usual
         if dtype in dtypes and head_dim in head_dims
         and supported.size("head_dims", head_dim) and supported.size("groups", group)
     ]
     if found:
-        others = draws.of_run([triple for triple in found if triple != USUAL], 1)
-        return [triple for triple in found if triple == USUAL or triple in others]
+        chosen = draws.of_run([triple for triple in found if triple != USUAL], others if USUAL in found else 1)
+        return [triple for triple in found if triple == USUAL or triple in chosen]
     sizes = supported.sizes("head_dims", head_dims), supported.sizes("groups", GROUPS)
     return draws.third_of_run(list(itertools.islice(itertools.product(*sizes, dtypes), 12)))
 
@@ -237,10 +237,13 @@ def state_traces(
     """Runs of a method's State: a config, a prompt or none, and steps, usually more than there are free slots.
 
     Configs come from judge/checkers/<method>.py, with the options that the implementation declares. prompt: True always
-    draws a prompt, False never. With the profile gpu, a run has a third of the layouts, since each compiles the kernels
-    of a step once more.
+    draws a prompt, False never. With the profile gpu, a run has a third of the layouts, and another shape than USUAL
+    for a third of the methods, since each compiles the kernels of a step once more.
     """
-    sizes = draw(_common(device, STATE_TRIPLES, rows=2, head_dims=checkers.ask(method, "HEAD_DIMS", HEAD_DIMS)))
+    sizes = draw(_common(
+        device, STATE_TRIPLES, rows=2, head_dims=checkers.ask(method, "HEAD_DIMS", HEAD_DIMS),
+        others=int(draws.in_third_of_run(method)),
+    ))
     cpu = sizes["device"].startswith("cpu")
     on_cpu = (16, 8) if draws.is_quick() else (24, 10)
     longest, most = on_cpu if cpu else checkers.ask(method, "LONGEST", (300, 48))

@@ -128,7 +128,8 @@ def test_a_run_with_the_profile_gpu_draws_the_usual_specialisation_and_another(m
             triples = strategies._triples(usual, strategies.DTYPES)
             assert len(triples) == 2 and strategies.USUAL in triples
             assert triples == strategies._triples(usual, strategies.DTYPES)
-            assert len(strategies._triples(usual, (torch.float32,))) == 1
+            assert len(strategies._triples(usual, (torch.float32,), others=0)) == 1
+            assert strategies._triples(usual, strategies.DTYPES, others=0) == [strategies.USUAL]
             found |= set(triples)
         assert found == set(usual)
 

@@ -34,13 +34,6 @@ class LagKVState(BlockState):
     _library_attends = True
     _chooses_early = True
 
-    def _prepare(self, block: Block) -> Block:
-        return block
-
-    def _choose(self, prepared: Block, count: int) -> Tensor:
-        # Ranks are the work of few multiprocessors, and take longer than the attention beside them.
-        return super()._choose(self._update(prepared), count)
-
     def _allocate(self) -> None:
         config, (batch, _, heads, _, _) = self.config, self.sizes
         programs = batch * heads * triton.cdiv(config.block_size, config.lag)
