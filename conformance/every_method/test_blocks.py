@@ -54,6 +54,15 @@ def test_attend_of_queries_that_are_padding(pair, data, twins):
     assert bool((received[~occupied] == 0).all()), "free slots must receive nothing"
 
 
+@pytest.mark.parametrize("group", [3, 5])
+def test_attend_of_groups_that_do_not_divide_a_tile(pair, group, twins, device):
+    """A tile has rows behind its last whole group."""
+    assert_right(pair, twins, AttendCase(
+        batch=1, key_value_heads=2, group=group, head_dim=16, queries=13, slots=45, method=pair.name, seed=group,
+        device=str(device),
+    ))
+
+
 def test_attend_of_a_block_of_which_some_queries_are_padding(pair, twins, device):
     case = AttendCase(
         batch=3, key_value_heads=2, group=2, head_dim=16, queries=6, slots=20, method=pair.name, seed=5,

@@ -134,13 +134,8 @@ def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
 
 
 def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
-    """See RECEIVED_TILE. A tile has at least one query of the whole group."""
-    group = query.shape[1] // key.shape[1]
-    rows, block, stages, warps = _tile_of_rows(query, key, query.shape[2] * group)
-    return max(rows, triton.next_power_of_2(group)), block, stages, warps
-
-
-def _tile_of_rows(query: Tensor, key: Tensor, rows: int) -> tuple[int, int, int, int]:
+    """See RECEIVED_TILE. A tile has at least 16 rows, and a group at most 16 query heads."""
+    rows = query.shape[2] * (query.shape[1] // key.shape[1])
     if query.dtype == torch.float32 and not INTERPRETED:
         return FLOAT32_TILE
     if SMALL_TILES:
