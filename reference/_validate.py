@@ -14,7 +14,7 @@ from torch import Tensor
 
 #: The optimized side multiplies the scale by log2(e) in float32, so half of the largest float32 is the limit.
 LARGEST_SCALE = torch.finfo(torch.float32).max / 2
-MOST_ELEMENTS = 2**40
+MOST_ELEMENTS = 2**42
 LARGEST_FLOAT = torch.finfo(torch.float64).max
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -93,7 +93,8 @@ def state_sizes(*, batch: int, query_heads: int, key_value_heads: int, slots: in
     ):
         check_integer(name, value, minimum=1)
     check_heads(query_heads, key_value_heads)
-    check_product(batch=batch, query_heads=query_heads, slots=slots, head_dim=head_dim)
+    check_product(batch=batch, key_value_heads=key_value_heads, slots=slots, head_dim=head_dim)
+    check_product(batch=batch, query_heads=query_heads, head_dim=head_dim)
     return Sizes(batch, query_heads, key_value_heads, slots, head_dim)
 
 

@@ -71,11 +71,6 @@ def of_run(options: Sequence[Any], count: int) -> list[Any]:
     return [option for option in options if option in chosen]
 
 
-def in_third_of_run(name: str) -> bool:
-    """True, or, with the profile gpu, in a third of the runs, as in `of_run`."""
-    return not shares_kernels() or _of_run(name)[0] % 3 == 0
-
-
 def _of_run(what: Any) -> bytes:
     """A random number for this run and `what`."""
     from hypothesis import core

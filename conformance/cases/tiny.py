@@ -24,7 +24,7 @@ from .paged_view import PagedLayout
 
 BATCH, QUERY_HEADS, KEY_VALUE_HEADS, SLOTS, HEAD_DIM, WINDOW, BUDGET = 2, 4, 2, 6, 16, 2, 4
 HEADS = (QUERY_HEADS, KEY_VALUE_HEADS, KEY_VALUE_HEADS)  # of query, key and value
-#: Sizes within `larger`: more slots than a tile has, and no power of two.
+#: Sizes within `larger`: more slots than a tile has, and, unless it is given, a head_dim that is no power of two.
 LARGER = {"SLOTS": 120, "HEAD_DIM": 48, "WINDOW": 9, "BUDGET": 100} if torch.cuda.is_available() else {
     "SLOTS": 20, "HEAD_DIM": 48, "WINDOW": 3, "BUDGET": 18
 }

@@ -54,13 +54,31 @@ def test_attend_of_queries_that_are_padding(pair, data, twins):
     assert bool((received[~occupied] == 0).all()), "free slots must receive nothing"
 
 
-@pytest.mark.parametrize("group", [3, 5])
-def test_attend_of_groups_that_do_not_divide_a_tile(pair, group, twins, device):
-    """A tile has rows behind its last whole group."""
+@pytest.mark.parametrize(("group", "head_dim", "queries", "dtype"), [
+    (3, 16, 13, torch.float32), (5, 16, 13, torch.float32), (3, 64, 50, torch.bfloat16), (3, 160, 30, torch.bfloat16),
+], ids=str)
+def test_attend_of_groups_that_do_not_divide_a_tile(pair, group, head_dim, queries, dtype, twins, device):
+    """A tile has rows behind its last whole group. There are several tiles, on a GPU too."""
     assert_right(pair, twins, AttendCase(
-        batch=1, key_value_heads=2, group=group, head_dim=16, queries=13, slots=45, method=pair.name, seed=group,
-        device=str(device),
+        batch=1, key_value_heads=2, group=group, head_dim=head_dim, queries=queries, slots=3 * queries, dtype=dtype,
+        method=pair.name, seed=group, device=str(device),
     ))
+
+
+@pytest.mark.parametrize("place", [5, -30])
+def test_attend_does_not_read_a_lone_free_slot(pair, place, twins, device):
+    """The kernel looks for free slots 1024 at a time, in the interpreter 16."""
+    slots = 3000 if device.type == "cuda" else 80
+    case = AttendCase(
+        batch=1, key_value_heads=1, group=2, head_dim=16, queries=6, slots=slots, method=pair.name, seed=7,
+        device=str(device),
+    )
+    given = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in case.inputs.items()}
+    given["occupied"][..., place] = False
+    for name in ("key", "value"):
+        given[name][..., place, :] = torch.nan
+    output, received = checkers.module(twins.optimized, pair).attend(**given)
+    assert bool(output.isfinite().all()) and bool((received[..., place] == 0).all())
 
 
 def test_attend_of_a_block_of_which_some_queries_are_padding(pair, twins, device):

@@ -242,7 +242,7 @@ def test_wrong_sizes_of_a_state(pair, side, twins, device):
         ("config", config_of(other), TypeError, f"{wanted} {other.config.__name__}"),
         ("batch", 0, ValueError, "batch must be at least 1"), ("batch", True, TypeError, "batch must be an int"),
         ("batch", 10**30, ValueError, "batch must fit in int64, got an int of 100 bits"),
-        ("batch", 2**57, ValueError, r"batch \* query_heads \* slots \* head_dim must be less than \d+, got"),
+        ("batch", 2**57, ValueError, r"batch \* key_value_heads \* slots \* head_dim must be less than \d+, got"),
         ("query_heads", 3, ValueError, "query heads must be a multiple .*Hq = 3 and Hkv = 2"),
         ("key_value_heads", 0, ValueError, "key_value_heads must be at least 1"),
         ("head_dim", 1.5, TypeError, "head_dim must be an int"),

@@ -108,7 +108,7 @@ VARIANTS = [
 @pytest.mark.parametrize(("pair", "large", "fused"), VARIANTS)
 def test_a_call_gives_the_same_bits_each_time(pair, large, fused, device):
     """On a GPU, tiny calls have float32 and a small head_dim, for which other tests compile the kernels as well. With
-    the profile gpu, larger ones have such sizes too."""
+    the profile gpu, larger ones have the usual shape, for the same reason."""
     dtype, head_dim = (torch.bfloat16, 64) if large or INTERPRETED else (torch.float32, tiny.HEAD_DIM)
     sizes: dict[str, int] = {}
     if large and draws.shares_kernels():

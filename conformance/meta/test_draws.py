@@ -220,21 +220,6 @@ def test_a_run_on_a_gpu_draws_from_one_third(monkeypatch):
     assert third(None, "one") == third(None, "one")
 
 
-def test_a_name_is_in_a_third_of_the_runs(monkeypatch):
-    """With the profile gpu; otherwise in all."""
-    monkeypatch.setattr(draws, "_profile", lambda: "ci")
-    assert draws.in_third_of_run("longflow")
-    monkeypatch.setattr(draws, "_profile", lambda: "gpu")
-    held = {}
-    for name in ("longflow", "keydiff"):
-        held[name] = set()
-        for seed in range(200):
-            monkeypatch.setattr(core, "global_force_seed", seed)
-            held[name] |= {seed} if draws.in_third_of_run(name) else set()
-        assert 40 < len(held[name]) < 95
-    assert held["longflow"] != held["keydiff"]
-
-
 def test_a_test_keeps_the_contents_that_it_is_about():
     """If no content of a test is plain, its contents are kept, because its statements need not hold for others."""
     for case in plain(key_cases.key_cases(content=UNDECIDED)):

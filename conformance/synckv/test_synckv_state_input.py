@@ -126,7 +126,7 @@ def assert_unchanged(state, before):
 @pytest.mark.limits
 @SIDES
 def test_more_heads_than_fit_into_memory_are_refused_at_once(side, twins, device):
-    """The default clusters are a list of as many numbers."""
+    """Before the default clusters are made, a list of as many numbers."""
     state = getattr(twins, side).synckv.SyncKVState
     sizes = {"query_heads": 2**40, "key_value_heads": 2**40, "head_dim": 16, "dtype": torch.float32}
     with fuzz.within(5), pytest.raises(ValueError, match="must be less than"):

@@ -79,7 +79,7 @@ def test_a_wrong_state(side, twins, device):
         ({"budget": 4}, {}, TypeError, "config must be a ThinKVConfig, got dict"),
         (ThinKVConfig(4), {"batch": 0}, ValueError, "batch must be at least 1"),
         (ThinKVConfig(4), {"batch": 10**30}, ValueError, "batch must fit in int64, got an int of 100 bits"),
-        (ThinKVConfig(4), {"batch": 2**40}, ValueError, r"batch \* query_heads \* slots \* head_dim must be less than"),
+        (ThinKVConfig(4), {"batch": 2**40}, ValueError, r"batch \* key_value_heads \* slots \* head_dim must be"),
         (ThinKVConfig(4), {"query_heads": 3, "key_value_heads": 2}, ValueError, "query heads must be a multiple"),
         (ThinKVConfig(4), {"dtype": torch.int8}, TypeError, "dtype must be one of"),
     ):

@@ -1,5 +1,5 @@
-"""LagKV on the GPU: when the chunk after a chunk is complete, one program per KV head ranks its tokens, at the same
-time as the block's attention. A decode step evicts one token at most, so that one pass over the ranks is enough."""
+"""LagKV on the GPU: when the chunk after a chunk is complete, one program per KV head ranks its tokens, before the
+block's attention. A decode step evicts one token at most, so that one pass over the ranks is enough."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ GOOD: dict[str, dict[str, Any]] = {
     ("select_pages", {"count": torch.tensor([2, 2])}, ValueError, r"count must be \[B\] = \(1,\), got \(2,\)"),
     ("select_pages", {"count": torch.tensor([2.0])}, TypeError, "count.dtype must be one of"),
     ("select_pages", {"k": 0}, ValueError, "k must be at least 1, got 0"),
-    ("select_pages", {"k": 2**38}, ValueError, r"batch \* query_heads \* k must be less than \d+, got 1 \* 4 \* 2748"),
+    ("select_pages", {"k": 2**40}, ValueError, r"batch \* query_heads \* k must be less than \d+, got 1 \* 4 \* 1099"),
     ("select_pages", {"keep_last": 1}, TypeError, "keep_last must be a bool, got int"),
 ], ids=str)
 def test_wrong_arguments(function, change, error, says, side, twins, device):

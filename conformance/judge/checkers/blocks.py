@@ -260,8 +260,10 @@ def received_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     """|computed - true| of sum_i mean_h a_hij over the Q queries i and the G heads h of a KV head: [B, Hkv, S].
 
     A weight exp(s - lse) has the relative error `log_weight_error`. All terms are nonnegative. Each passes through at
-    most Q + G additions, head by head and query by query; or ceil(Q / 16) G + 16, where tiles of 16 queries or more are
-    summed before the queries within a tile. Then follow the division by G (or a mean's Q G: at most two divisions) and
+    most Q + G additions, head by head and query by query; or ceil(Q / 16) G + 16, where tiles of R >= 16 rows, the
+    queries of one head or of all, are summed before the rows of a tile: ceil(Q / 16) G >= ceil(Q / floor(R / G)) for
+    G <= 16, and 16 >= log2(R), since the rows are summed as a tree, or R = 16. Then follow the division by G (or a
+    mean's Q G: at most two divisions) and
     two products with powers of two between bases or splits: a relative error of gamma(additions + 2) and 2 DIVISION.
     Weights, factors exp(m - lse) of splits, products and sums below FLUSH may flush to zero: 4 FLUSH per term.
     The scale of FP8 keys is in the errors of the logits, see `logit_error`; that of values has no effect.

@@ -6,8 +6,8 @@
 
 With POSITIONS, the queries are those of a window instead of the last slots: see `kernels.Window`. With DUE, heads that
 hold at most `capacity` tokens are skipped. With FP8, keys and values are codes of this format (see `from_fp8`), uint8,
-with scales of KV heads: that of keys is part of `scale`, and that of values multiplies the outputs. In
-attention_kernel, a query's row is query * GROUP + head of the group, so that all heads of a KV head share the loaded
+with scales of KV heads: that of keys is part of `scale`, and that of values multiplies the outputs. In attention_kernel
+and received_kernel, a query's row is query * GROUP + head of the group, so that all heads of a KV head share the loaded
 keys. Logits are in base 2. Strides of queries and caches are divided by UNIT (see _common.launch.stride_unit).
 """
 

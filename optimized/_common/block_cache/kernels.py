@@ -109,7 +109,8 @@ def accumulate(
 
 
 #: Tile shapes for much work, (rows of queries and heads, slots, stages, warps): of the attention, and of the weights
-#: that keys receive. Those of a group's mean weights: (queries, slots, warps). The best measured on an H200.
+#: that keys receive. Those of a group's mean weights: (queries, slots, warps). The best measured, on an H200, and
+#: RECEIVED_TILE on an H100.
 ATTENTION_TILE = (128, 64, 3, 8)
 RECEIVED_TILE = (64, 128, 3, 4)
 MEAN_TILE = (32, 128, 4)
@@ -134,15 +135,16 @@ def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
 
 
 def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
-    """See RECEIVED_TILE. A tile has at least 16 rows, and a group at most 16 query heads."""
+    """See RECEIVED_TILE. A tile has at least one query of all heads of a group, at most 16. It has 16 rows where the
+    attention's has, and 64 otherwise, so that the same instructions multiply a query and a key in both."""
     rows = query.shape[2] * (query.shape[1] // key.shape[1])
     if query.dtype == torch.float32 and not INTERPRETED:
         return FLOAT32_TILE
     if SMALL_TILES:
         return 16, (16 if key.shape[2] <= 48 else 64), 2, 4
     if query.shape[3] > 128:
-        return (16 if rows <= 16 else 32), 64, 2, 4
-    return RECEIVED_TILE if rows > 32 else (16 if rows <= 16 else 32, 64, 3, 4)
+        return (16 if rows <= 16 else 64), 64, 2, 4
+    return RECEIVED_TILE if rows > 16 else (16, 64, 3, 4)
 
 
 def mean_tile(query: Tensor, key: Tensor) -> tuple[int, int, int]:
