@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.baselines.lazy_eviction import LazyEvictionConfig
-from .._common.block_cache.group_weights import group_weights
-from .._common.block_cache.kernels import _arguments, _shape, mean_tile
+from .._common.block_cache.group_weights import group_weights, group_weights_tile
+from .._common.block_cache.kernels import _arguments, _shape
 from .._common.block_cache.score_kernels import importance
 from .._common.block_cache.state import Block, BlockState
 from .._common.launch import on_device_of
@@ -51,7 +51,7 @@ def activate(
     query [B, Hq, Q, D], those of the last Q of the S slots; key [B, Hkv, S, D]; occupied [B, Hkv, S] bool;
     softmax_parts: see `kernels.Attended`; seen [1] int64: the position of the first query.
     """
-    queries, block, warps = mean_tile(query, key)
+    queries, block, warps = group_weights_tile(query, key)
     rank = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
     with on_device_of(query):
         activate_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](

@@ -109,11 +109,9 @@ def accumulate(
 
 
 #: Tile shapes for much work, (rows of queries and heads, slots, stages, warps): of the attention, and of the weights
-#: that keys receive. Those of a group's mean weights: (queries, slots, warps). The best measured, on an H200, and
-#: RECEIVED_TILE on an H100.
+#: that keys receive. The best measured: the first on an H200, the second on an H100.
 ATTENTION_TILE = (128, 64, 3, 8)
 RECEIVED_TILE = (64, 128, 3, 4)
-MEAN_TILE = (32, 128, 4)
 #: Tiles of slots that a program of the attention has at least, if programs share the slots.
 TILES_EACH = 4
 #: The smallest number of rows in a tile of the attention.
@@ -145,18 +143,6 @@ def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     if query.shape[3] > 128:
         return (16 if rows <= 16 else 64), 64, 2, 4
     return RECEIVED_TILE if rows > 16 else (16, 64, 3, 4)
-
-
-def mean_tile(query: Tensor, key: Tensor) -> tuple[int, int, int]:
-    """See MEAN_TILE."""
-    queries = query.shape[2]
-    if query.dtype == torch.float32 and not INTERPRETED:
-        return 16, 16, 4
-    if SMALL_TILES:
-        return 16, (16 if key.shape[2] <= 48 else 64), 4
-    if query.shape[3] > 128:
-        return (16 if queries <= 16 else 32), 64, 4
-    return MEAN_TILE if queries > 16 else (16, 64, 4)
 
 
 def counters_of(sizes: Sizes, queries: int) -> int:
