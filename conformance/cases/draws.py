@@ -28,6 +28,7 @@ IDLE_ROUNDS = 3
 PLAIN_SLOTS = 48
 
 _round: ContextVar[int] = ContextVar("kvtwin_round", default=0)
+_usual: ContextVar[bool] = ContextVar("kvtwin_usual", default=False)
 
 
 def is_quick() -> bool:
@@ -52,6 +53,21 @@ def shares_kernels() -> bool:
     """True with the profile gpu, whose run has to end in eight minutes, although it compiles all its kernels. Then few
     options that have kernels of their own are drawn, and tests use sizes for which others compile the kernels too."""
     return _profile() == "gpu"
+
+
+@contextmanager
+def usual_shape() -> Iterator[None]:
+    """With the profile gpu, what is drawn in this context has strategies.USUAL, if the implementation supports it."""
+    token = _usual.set(True)
+    try:
+        yield
+    finally:
+        _usual.reset(token)
+
+
+def in_usual_shape() -> bool:
+    """True inside `usual_shape`."""
+    return _usual.get()
 
 
 def third_of_run(options: Sequence[Any]) -> list[Any]:

@@ -88,14 +88,16 @@ def _triples(
     usual: tuple, dtypes: tuple[torch.dtype, ...], head_dims: Sequence[int] = HEAD_DIMS, others: int = 1
 ) -> list[tuple[int, int, torch.dtype]]:
     """(head_dim, group, dtype) on a GPU: those of `usual` that the implementation supports, or a dozen of its own. With
-    the profile gpu, USUAL and `others` more, or one if USUAL is not among them, or a third of the dozen."""
+    the profile gpu, USUAL and `others` more (see `draws.usual_shape`), or one if USUAL is not among them, or a third of
+    the dozen."""
     found = [
         (head_dim, group, dtype) for head_dim, group, dtype in usual
         if dtype in dtypes and head_dim in head_dims
         and supported.size("head_dims", head_dim) and supported.size("groups", group)
     ]
     if found:
-        chosen = draws.of_run([triple for triple in found if triple != USUAL], others if USUAL in found else 1)
+        more = others * (not draws.in_usual_shape()) if USUAL in found else 1
+        chosen = draws.of_run([triple for triple in found if triple != USUAL], more)
         return [triple for triple in found if triple == USUAL or triple in chosen]
     sizes = supported.sizes("head_dims", head_dims), supported.sizes("groups", GROUPS)
     return draws.third_of_run(list(itertools.islice(itertools.product(*sizes, dtypes), 12)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,11 +122,16 @@ class Subject:
         return self.cases(**{**self.aspects[aspect], **more})
 
     def draw_each(self, data: Any, aspect: str) -> Iterator[Any]:
-        """A case for each value by which the cases of a property differ: each layout, each mask, each content."""
+        """A case for each value by which the cases of a property differ: each layout, each mask, each content.
+
+        With the profile gpu, which compiles a kernel for each, all but ties in the usual shape only. Accuracy and ties,
+        which depend on the shapes of tiles, are judged in others as well.
+        """
         plain = self.aspects["accuracy"]
         for argument, values in self.aspects[aspect].items():
             for number, value in enumerate(values if values != plain.get(argument) else ()):
-                case = data.draw(self.draw(aspect, **{argument: (value,)}))
+                with nullcontext() if aspect == "ties" else draws.usual_shape():
+                    case = data.draw(self.draw(aspect, **{argument: (value,)}))
                 if aspect == "free_slots":
                     case = dataclasses.replace(case, poison=POISONS[number % len(POISONS)])
                 yield case

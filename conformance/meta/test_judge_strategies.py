@@ -131,6 +131,9 @@ def test_a_run_with_the_profile_gpu_draws_the_usual_specialisation_and_another(m
             assert triples == strategies._triples(usual, strategies.DTYPES)
             assert len(strategies._triples(usual, (torch.float32,), others=0)) == 1
             assert strategies._triples(usual, strategies.DTYPES, others=0) == [strategies.USUAL]
+            with draws.usual_shape():
+                assert strategies._triples(usual, strategies.DTYPES) == [strategies.USUAL]
+                assert len(strategies._triples(usual, (torch.float32,))) == 1
             found |= set(triples)
         assert found == set(usual)
 

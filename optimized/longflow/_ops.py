@@ -323,7 +323,8 @@ def _launch_attend(
     head_stride = _head_stride(occupied, per_head)
     scales = (stored.key_scale, stored.value_scale)
     pages = slot if block_table is None else block_table                        # `slot` is not read as pages
-    splitting = _splitting(sizes, splits)
+    # Only ranking needs SPLITS, and only an arrival PER_HEAD: launches without them share a kernel.
+    splitting = _splitting(sizes, splits if at_once else 1)
     registers = {"maxnreg": REGISTERS} if PTX and at_once and key.element_size() <= 2 else {}
     # With 4 warps, fewer programs run at a time and finish KV heads sooner, before logits leave the cache.
     warps = 4 if at_once else 2
@@ -340,7 +341,7 @@ def _launch_attend(
             ROWS=group_rows(sizes.group, query.dtype), BLOCK=work.block, UNIT=unit, MASK_UNIT=byte_unit,
             CHUNK=32 if SMALL_TILES else min(1024, 4096 // splitting["GROUP_PAD"]), WARPS=warps,
             FUSED=at_once, DISCARD=discards(key.device), DEPENDENT=dependent, GROUP=sizes.group, HEAD_DIM=head_dim,
-            PER_HEAD=per_head, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2],
+            PER_HEAD=per_head and arrival, ARRIVAL=arrival, PAGE=0 if block_table is None else key.shape[2],
             FP8=fp8_format(stored.fp8, key.device), **splitting,
             num_warps=warps, num_stages=3 if at_once else 2, **registers,
         )

@@ -156,6 +156,10 @@ def step(
         "MAGNITUDE": carried is not None and rule != "activate",
         "PROTECTS": sinks + recent > 0 and counts is None, "GROWS": counts is not None,
     }
+    # What only finish_kernel uses has one value for step_kernel, so that most rules share one kernel.
+    attends = options if plan.fused else {
+        **options, "RULE": RULES["sum" if rule in WEIGHING else "age"], "MAGNITUDE": False, "PROTECTS": False,
+    }
     padded = padded_slots(budget + 1) // 16
     grown = valid_seen if counts is None else counts, score if ranks is None else ranks
     window = query if window_query is None else window_query, seen if window_positions is None else window_positions
@@ -164,7 +168,7 @@ def step(
             query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
             *grown, *window, scale * LOG2_E.value, alpha, budget, slots // unit, padded, plan.share, plan.splits,
             *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(), *strides, block_table,
-            *page_strides, **options, ROWS=group_rows(group, query.dtype), BLOCK=plan.block,
+            *page_strides, **attends, ROWS=group_rows(group, query.dtype), BLOCK=plan.block,
             CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad), PAGE=key.shape[2] if paged else 0,
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
