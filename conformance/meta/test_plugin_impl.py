@@ -219,13 +219,15 @@ SPOILED = {  # the broken part: how, and the judge's message
     "type": ("slot = slot.int()", "slot: expected int64 *"),
 }
 JUDGED = """
+import torch
 from hypothesis import Phase, given, settings
 from kvtwin.conformance.cases import strategies
 from kvtwin.conformance.judge.checkers.longflow import assert_decode_right
 
-# The same examples every time; a failure is enough, it need not be small.
+# The same examples every time; a failure is enough, it need not be small. In float32, whose numbers change when they are
+# rounded to bfloat16: a run on a GPU has few other shapes.
 @settings(max_examples=40, phases=[Phase.generate], derandomize=True, database=None)
-@given(case=strategies.decode_cases(slots=(1, 12)))
+@given(case=strategies.decode_cases(slots=(1, 12), dtypes=(torch.float32,)))
 def test_decode(twins, case):
     assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 """
