@@ -249,7 +249,7 @@ def _receive_tiles(
     k, at, total, query, softmax_parts, query_positions, scale, first, count, past, all_queries, query_h, query_q,
     query_d, asks_q,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
-    CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, STAGES: tl.constexpr,
+    POSITIONS: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Add to total [ROWS, BLOCK] the weights that the queries from tile `first` on give to the keys k [BLOCK, D_PAD].
 
@@ -272,12 +272,11 @@ def _receive_tiles(
         )
         # The arithmetic of `_attend_tiles`, but masked afterwards, so that the mask does not change the rounding.
         weight = tl.exp2(multiply(dot(q, tl.trans(k)), scale) - shift[:, None])  # [ROWS, BLOCK]
-        if CAUSAL:
-            if POSITIONS:
-                sees = tl.load(query_positions + (begin + nth).to(tl.int64) * asks_q, mask=valid, other=-1)
-            else:
-                sees = past + begin + nth
-            weight = tl.where(at[None, :] <= sees[:, None], weight, 0.0)
+        if POSITIONS:
+            sees = tl.load(query_positions + (begin + nth).to(tl.int64) * asks_q, mask=valid, other=-1)
+        else:
+            sees = past + begin + nth
+        weight = tl.where(at[None, :] <= sees[:, None], weight, 0.0)
         # Padding queries may be NaN. (Loading a mask first would delay the queries.)
         total += tl.where((inverse != 0.0)[:, None], weight, 0.0) * inverse[:, None]
     return total
@@ -297,8 +296,9 @@ def _receive_block(
     s = first + tl.arange(0, BLOCK)
     s64 = s.to(tl.int64)
     holds = tl.load(occupied + s64 * occupied_s, mask=s < slots, other=0) != 0
+    # Keys of free slots, too, whose weights are replaced in the end: these loads need not wait for `holds`.
     k = tl.load(
-        key + s64[:, None] * key_s + d[None, :] * key_d, mask=holds[:, None] & (d < HEAD_DIM)[None, :], other=0.0
+        key + s64[:, None] * key_s + d[None, :] * key_d, mask=(s < slots)[:, None] & (d < HEAD_DIM)[None, :], other=0.0
     )
     if FP8 is not None:
         k = from_fp8(k, query.dtype.element_ty, FP8)
@@ -310,20 +310,14 @@ def _receive_block(
     at = s
     if POSITIONS:
         at = tl.load(positions + s64 * position_s, mask=holds, other=0)
-    if not POSITIONS and first + BLOCK - 1 <= past:                    # every query attends to all of these keys
-        total = _receive_tiles(
-            k, at, total, query, softmax_parts, query_positions, scale, 0, count, past, all_queries,
-            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, False, POSITIONS, STAGES,
-        )
-    else:
-        nearest = tl.maximum(first - past, 0) // QUERIES               # earlier tiles attend to none of these keys
-        if POSITIONS:
-            nearest = first * 0
-        total = _receive_tiles(
-            k, at, total, query, softmax_parts, query_positions, scale, nearest, count, past, all_queries,
-            query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, True, POSITIONS,
-            STAGES if POSITIONS else 1,
-        )
+    nearest = tl.maximum(first - past, 0) // QUERIES                   # earlier tiles attend to none of these keys
+    if POSITIONS:
+        nearest = first * 0
+    # One loop, also for keys to which all queries attend: two would wait for each other's loads.
+    total = _receive_tiles(
+        k, at, total, query, softmax_parts, query_positions, scale, nearest, count, past, all_queries,
+        query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, POSITIONS, STAGES,
+    )
     divisor = GROUP + 0.0
     if MEAN:
         observers = tl.full([_QUERIES], 0, tl.int32)
@@ -353,11 +347,12 @@ def received_kernel(
     capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, each, result_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr,
-    MAGNITUDE: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr,
+    MAGNITUDE: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Program (block of keys, KV head, row of the batch): the weights that all queries of the group give to these keys.
     With DUE, a program takes `each` blocks of keys, else one. With ADD, they are added to `result`; with MAGNITUDE, the
     sums times `magnitude` are stored in `rank`."""
+    previous_done(DEPENDENT)
     blocks = tl.cdiv(slots, BLOCK)
     if DUE:
         blocks = tl.cdiv(blocks, each)
@@ -400,10 +395,11 @@ def newest_kernel(
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    UNIT: tl.constexpr, UPDATE: tl.constexpr, FP8: tl.constexpr,
+    UNIT: tl.constexpr, UPDATE: tl.constexpr, FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     """Program (block of keys, KV head, row of the batch): the weights that the newest valid query gives these keys.
     With UPDATE, `result` keeps its numbers for unoccupied slots, and for all if no query is valid."""
+    previous_done(DEPENDENT)
     blocks = tl.cdiv(slots, BLOCK)
     first = (tl.program_id(0) % blocks) * BLOCK
     batch_head = (tl.program_id(0) // blocks).to(tl.int64)

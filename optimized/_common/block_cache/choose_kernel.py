@@ -75,9 +75,11 @@ def choose_kernel(
     leaves = s < 0
     if leave > 0:
         threshold, below = threshold_of(code, leave)
-        # Ties are evicted from the lowest slot up.
-        tied = tl.where(code == threshold, 1, 0)
-        leaves = (code < threshold) | ((tied != 0) & (tl.cumsum(tied, 0) <= leave - below))
+        leaves = code < threshold
+        if below < leave:
+            # Ties are evicted from the lowest slot up.
+            tied = tl.where(code == threshold, 1, 0)
+            leaves = leaves | ((tied != 0) & (tl.cumsum(tied, 0) <= leave - below))
     stays = holds & (leaves == 0)
     # Free slots of the cache, and kept tokens of the block, in one sum: the j-th token takes the j-th slot.
     one = tl.where(s < budget, tl.where(stays, 0, 1), tl.where(stays, 1 << 16, 0))

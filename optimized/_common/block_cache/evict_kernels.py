@@ -109,14 +109,15 @@ def code_of(
 ):
     """The ranks of slots s, float32 or int64, as integers in the order of eviction, `never` for slots that are not
     candidates. Also whether there is a token. Pointers are at the head."""
+    # Free slots are read as well, so that no load waits for another.
     holds = tl.load(occupied + s, mask=s < end, other=0) != 0
-    index = tl.load(token_index + s, mask=holds, other=0)
+    index = tl.load(token_index + s, mask=s < end, other=0)
     candidate = holds & (index >= sinks) & (index < recent_from)
     if PROTECTED:
-        candidate = candidate & (tl.load(protected + s, mask=holds, other=1) == 0)
+        candidate = candidate & (tl.load(protected + s, mask=s < end, other=1) == 0)
     code = index
     if not BY_AGE:
-        code = tl.load(rank + s, mask=holds, other=0)
+        code = tl.load(rank + s, mask=s < end, other=0)
         if rank.dtype.element_ty == tl.float32:
             code = sortable(code)
     return tl.where(candidate, code, never), holds

@@ -109,9 +109,10 @@ def accumulate(
 
 
 #: Tile shapes for much work, (rows of queries and heads, slots, stages, warps): of the attention, and of the weights
-#: that keys receive. The best measured: the first on an H200, the second on an H100.
+#: that keys receive, by many programs and by few. The best measured on an H200.
 ATTENTION_TILE = (128, 64, 3, 8)
 RECEIVED_TILE = (64, 128, 3, 4)
+RECEIVED_TILE_OF_FEW = (64, 64, 3, 4)
 #: Tiles of slots that a program of the attention has at least, if programs share the slots.
 TILES_EACH = 4
 #: The smallest number of rows in a tile of the attention.
@@ -142,7 +143,10 @@ def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
         return 16, (16 if key.shape[2] <= 48 else 64), 2, 4
     if query.shape[3] > 128:
         return (16 if rows <= 16 else 64), 64, 2, 4
-    return RECEIVED_TILE if rows > 16 else (16, 64, 3, 4)
+    if rows <= 16:
+        return 16, 64, 3, 4
+    programs = key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], RECEIVED_TILE[1])
+    return RECEIVED_TILE if programs > 2 * multiprocessors(key.device) else RECEIVED_TILE_OF_FEW
 
 
 def counters_of(sizes: Sizes, queries: int) -> int:
@@ -306,7 +310,7 @@ def launch_received(
             each, result.stride(1) if add else key.shape[2],
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
             DUE=tensors[2] is not None, MEAN=mean, ADD=add, MAGNITUDE=magnitude is not None,
-            FP8=fp8_format(stored.fp8, key.device), num_warps=warps,
+            FP8=fp8_format(stored.fp8, key.device), num_warps=warps, **dependent_launch(key.device),
         )
 
 

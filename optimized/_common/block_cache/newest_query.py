@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..launch import INTERPRETED, fp8_format, group_rows, on_device_of
+from ..launch import INTERPRETED, dependent_launch, fp8_format, group_rows, on_device_of
 from ..numerics import LOG2_E
 from .attend_kernels import newest_kernel
 from .kernels import PLAIN, Stored, _arguments, _shape, scale_stride
@@ -52,7 +52,7 @@ def _newest(
             query, key, key, key_scale, occupied, softmax_parts, weight, log_weight, scale * LOG2_E.value,
             weight.stride(1), scale_stride(key_scale), *_arguments(query, key, key, occupied), **shape,
             ROWS=group_rows(shape["GROUP"], query.dtype),
-            BLOCK=block, UPDATE=update, FP8=fp8_format(fp8, key.device), num_warps=4,
+            BLOCK=block, UPDATE=update, FP8=fp8_format(fp8, key.device), num_warps=4, **dependent_launch(key.device),
         )
     return log_weight
 
