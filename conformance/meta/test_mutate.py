@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,22 @@ def test_every_mutant_applies():
     tree = mutate.here()
     for mutant in MUTANTS:
         assert mutant.applied_to(tree.source(mutant.file)) != tree.source(mutant.file), mutant.name
+
+
+@pytest.mark.slow
+def test_every_killer_is_collected():
+    """With its parameters: a killer whose id has changed stops a run of mutants before it begins."""
+    files = {test.partition("::")[0] for mutant in MUTANTS for test in mutant.killers}
+    tree = Path(mutate.__file__).parents[1]
+    options = "--collect-only", "-q", "--kv-device=cpu", "-m", "", "-p", "no:cacheprovider", f"--rootdir={tree}"
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *sorted(str(tree / file) for file in files)],
+        capture_output=True, text=True, check=True, cwd=tree,
+    )
+    collected = {line for line in found.stdout.splitlines() if "::" in line}
+    named = {test for mutant in MUTANTS for test in mutant.killers if "[" in test}
+    assert len(named) > 400
+    assert named <= collected, named - collected
 
 
 def test_there_are_mutants_of_every_method():
