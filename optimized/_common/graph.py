@@ -4,16 +4,17 @@ With a small batch, the host takes longer to launch the kernels of a block than 
 launched as a whole. It runs the same kernels as calls without a graph, so the results have the same bits.
 
 A graph finds its data at fixed addresses. Some blocks of the prompt, a chunk, are copied to memory of the graph. A
-replay appends all of them, and their output is copied from the graph's memory.
+replay appends all of them, and their output is copied from the graph's memory. There are two such memories, and a graph
+for each: while one replay runs, a second stream copies the output of the replay before and the next chunk.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +29,7 @@ Append = Callable[..., Tensor]
 BLOCKS = 8
 #: Elements of a block's largest tensor up to which the host is slower than the GPU. It also limits a graph's memory.
 ELEMENTS = 2**23
-#: The most blocks of a chunk. A chunk's tensors and output have up to ELEMENTS elements each.
+#: The most blocks of a chunk. A chunk's tensors and output have up to ELEMENTS elements each, and there are two chunks.
 CHUNK = 16
 #: A chunk has at most 1/TIMES of the prompt's blocks: a capture takes the host as long as plain calls.
 TIMES = 8
@@ -77,9 +78,19 @@ class Prompt:
         return device, stream, *((tensor.shape, tensor.dtype) for tensor in blocks)
 
 
+class Move(NamedTuple):
+    """The copies for a chunk: its half of the memory, targets and sources of its tensors, and target and source of its
+    output."""
+
+    half: int
+    given: list[tuple[Tensor, Tensor]]
+    output: Tensor
+    result: Tensor
+
+
 class Memory:
-    """What the graphs of the same shapes on the same stream share, since they run one after the other: a chunk and its
-    output, the streams of captures, and the pool of all other tensors."""
+    """What the graphs of the same shapes on the same stream share, since they run one after the other: two chunks and
+    their outputs, the streams of captures and of copies, and the pool of all other tensors."""
 
     def __init__(self, prompt: Prompt) -> None:
         blocks = [prompt.chunk(tensor, 0, 1) for tensor in prompt.tensors]
@@ -87,7 +98,7 @@ class Memory:
         self.blocks = max(1, min(CHUNK, ELEMENTS // max(1, blocks[0].numel())))
         with torch.inference_mode(False):
             self.chunk = tuple(
-                torch.empty((self.blocks, *one.shape[1:]), dtype=one.dtype, device=device) for one in blocks
+                torch.empty((2, self.blocks, *one.shape[1:]), dtype=one.dtype, device=device) for one in blocks
             )
             self.output = torch.empty_like(self.chunk[0])
         #: Whether Triton takes the same kernels for all blocks of a chunk.
@@ -95,12 +106,12 @@ class Memory:
         self.lock = threading.Lock()
         self.stream: Any = None
         self.branch: Any = None
+        self.copies: Any = None
         self.pool: Any = None
         self._anchor: Callable[[], None] | None = None
         if device.type == "cuda":
-            self.stream, self.branch, self.pool = (
-                torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            )
+            self.stream, self.branch, self.copies = (torch.cuda.Stream() for _ in range(3))
+            self.pool = torch.cuda.graph_pool_handle()
 
     def keep_pool(self) -> None:
         """Capture a graph that stays: a pool whose last graph is gone cannot be used again. Raises RuntimeError where a
@@ -108,24 +119,25 @@ class Memory:
         if self.pool is not None and self._anchor is None:
             self._anchor = captured(lambda: torch.zeros(1, device=self.output.device), self)
 
-    def moves(
-        self, prompt: Prompt, first: int, count: int
-    ) -> Iterator[tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]]:
-        """What to copy for each whole chunk of `count` blocks from block `first` on: targets and sources for the chunk,
-        then the target and the source of its output. Views of the whole prompt, since making views takes time."""
+    def moves(self, prompt: Prompt, first: int, count: int, halves: int) -> list[Move]:
+        """What to copy for each whole chunk of `count` blocks from block `first` on, in turn to and from the first
+        `halves` of the memory's two. Views of the whole prompt, since making views takes time."""
         number = (prompt.count - first) // count
         pairs = [
-            in_words(mine[:count], prompt.chunks(given.detach(), first, number, count))
+            in_words(mine[:, :count], prompt.chunks(given.detach(), first, number, count))
             for mine, given in zip((*self.chunk, self.output), (*prompt.tensors, prompt.output), strict=True)
         ]
-        targets = [mine for mine, _ in pairs]
-        for *given, output in zip(*(given.unbind(0) for _, given in pairs), strict=True):
-            yield list(zip(targets, given, strict=False)), output, targets[-1]
+        mine = [[target[half] for target, _ in pairs] for half in range(halves)]
+        theirs = zip(*(given.unbind(0) for _, given in pairs), strict=True)
+        return [
+            Move(turn % halves, list(zip(mine[turn % halves], given, strict=False)), output, mine[turn % halves][-1])
+            for turn, (*given, output) in enumerate(theirs)
+        ]
 
-    def append(self, append: Append, count: int) -> None:
-        """Append the blocks of the chunk, one after the other, which puts their output in `output`."""
+    def append(self, append: Append, count: int, half: int) -> None:
+        """Append the blocks of a chunk, one after the other, which puts their output in `output`."""
         for number in range(count):
-            append(*(tensor[number] for tensor in self.chunk), self.output[number])
+            append(*(tensor[half, number] for tensor in self.chunk), self.output[half, number])
 
 
 #: Up to MEMORIES of them, the oldest first. They outlive the states, so that the next states use their pools again.
@@ -153,13 +165,14 @@ class BlockGraph:
     It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first call of `append`
     compiles the kernels, which a capture cannot. A state's first prompt, often its only one, has chunks of one block:
     capturing sixteen takes the host as long as sixteen plain calls. Blocks behind the last whole chunk are chunks of
-    one block, too. After a failed capture, `append` is called for each block.
+    one block, too. The second prompt captures a chunk in the memory's first half, and the third one also in its second
+    half. After a failed capture, `append` is called for each block.
     """
 
     def __init__(self, prompt: Prompt, buffers: tuple[Tensor, ...]) -> None:
         self._shapes, self._places = prompt.shapes(), _places(buffers)
         self._memory: Memory | None = _memory(self._shapes, prompt)
-        self._replays: dict[int, Callable[[], None]] = {}                       # by the blocks of a chunk
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}           # by a chunk's blocks and its half
 
     def fits(self, prompt: Prompt, buffers: tuple[Tensor, ...]) -> bool:
         """Whether the graph does for a block what plain calls would."""
@@ -178,29 +191,35 @@ class BlockGraph:
     def _append_chunks(self, append: Append, memory: Memory, prompt: Prompt, first: int, count: int) -> int:
         """Append whole chunks of `count` blocks from block `first` on, until a capture fails. Returns the next block.
         """
-        for given, output, result in memory.moves(prompt, first, count):
-            if self._memory is None:
-                break
-            with memory.lock:
-                for mine, theirs in given:
-                    mine.copy_(theirs)
-                if not self._append(append, memory, count):
+        halves = 2 if count > 1 and (count, 0) in self._replays else 1
+        with memory.lock, _Copies(memory if halves > 1 else None) as copies:
+            moves = memory.moves(prompt, first, count, halves)
+            for turn, move in enumerate(moves):
+                if turn == 0 or halves == 1:
+                    copies.bring(move)
+                copies.brought()
+                if not self._append(append, memory, count, move.half):
                     break
-                output.copy_(result)
-            first += count
+                copies.appended()
+                if turn + 1 < len(moves) and halves > 1:
+                    copies.bring(moves[turn + 1])                      # to the other half, while this one is appended
+                copies.take(move)
+                first += count
+                if self._memory is None:
+                    break
         return first
 
-    def _append(self, append: Append, memory: Memory, count: int) -> bool:
-        """Append the chunk in the memory. Returns False if it was to be a replay and the capture failed."""
-        if count in self._replays:
-            self._replays[count]()
+    def _append(self, append: Append, memory: Memory, count: int, half: int) -> bool:
+        """Append the chunk in a half of the memory. Returns False if it was to be a replay and the capture failed."""
+        if (count, half) in self._replays:
+            self._replays[count, half]()
             return True
         compiled = bool(self._replays) and memory.aligned
         if not compiled:
-            memory.append(append, count)
+            memory.append(append, count, half)
         try:
             memory.keep_pool()
-            self._replays[count] = captured(lambda: memory.append(append, count), memory)
+            self._replays[count, half] = captured(lambda: memory.append(append, count, half), memory)
         except RuntimeError as error:
             self._memory = None
             with _lock:
@@ -208,8 +227,54 @@ class BlockGraph:
             warnings.warn(f"prompts are appended block by block, without a CUDA graph: {error}", stacklevel=2)
             return not compiled
         if compiled:
-            self._replays[count]()
+            self._replays[count, half]()
         return True
+
+
+class _Copies:
+    """The copies of chunks and their outputs. With a memory on a GPU, on a stream of their own, so that they run beside
+    the replays; it ends before the current stream goes on behind this context."""
+
+    def __init__(self, memory: Memory | None) -> None:
+        self._side = None if memory is None else memory.copies
+        self._main: Any = None
+        self._brought: Any = None
+        self._appended: Any = None
+
+    def __enter__(self) -> _Copies:
+        if self._side is not None:
+            self._main = torch.cuda.current_stream(self._side.device)
+            self._side.wait_stream(self._main)
+        return self
+
+    def bring(self, move: Move) -> None:
+        """Copy a chunk to the memory, whose half nobody reads any more: the output of the replay that did was taken."""
+        with on(self._side):
+            for mine, theirs in move.given:
+                mine.copy_(theirs)
+        if self._side is not None:
+            self._brought = self._side.record_event()
+
+    def brought(self) -> None:
+        """What is launched next waits for the chunk that was copied last."""
+        if self._side is not None:
+            self._main.wait_event(self._brought)
+
+    def appended(self) -> None:
+        """The next `take` waits for what was launched so far."""
+        if self._side is not None:
+            self._appended = self._main.record_event()
+
+    def take(self, move: Move) -> None:
+        """Copy the chunk's output from the memory."""
+        if self._side is not None:
+            self._side.wait_event(self._appended)
+        with on(self._side):
+            move.output.copy_(move.result)
+
+    def __exit__(self, *_: object) -> None:
+        if self._side is not None:
+            self._main.wait_stream(self._side)
 
 
 def captured(function: Callable[[], object], memory: Memory) -> Callable[[], None]:
