@@ -27,10 +27,10 @@ Append = Callable[..., Tensor]
 
 #: Blocks of a prompt from which a graph is worth its capture.
 BLOCKS = 8
-#: Elements of a block's largest tensor up to which the host is slower than the GPU. It also limits a graph's memory.
+#: Elements of a block's largest tensor up to which the host is slower than the GPU.
 ELEMENTS = 2**23
-#: The most blocks of a chunk. A chunk's tensors and output have up to ELEMENTS elements each, and there are two chunks.
-CHUNK = 16
+#: The most blocks of a chunk, and the most elements of its largest tensor. There are two chunks and two outputs.
+CHUNK, CHUNK_ELEMENTS = 8, 2**24
 #: A chunk has at most 1/TIMES of the prompt's blocks: a capture takes the host as long as plain calls.
 TIMES = 8
 #: Shapes whose memory is kept, until the process ends.
@@ -95,7 +95,7 @@ class Memory:
     def __init__(self, prompt: Prompt) -> None:
         blocks = [prompt.chunk(tensor, 0, 1) for tensor in prompt.tensors]
         device = blocks[0].device
-        self.blocks = max(1, min(CHUNK, ELEMENTS // max(1, blocks[0].numel())))
+        self.blocks = max(1, min(CHUNK, CHUNK_ELEMENTS // max(1, blocks[0].numel())))
         with torch.inference_mode(False):
             self.chunk = tuple(
                 torch.empty((2, self.blocks, *one.shape[1:]), dtype=one.dtype, device=device) for one in blocks
@@ -164,7 +164,7 @@ class BlockGraph:
 
     It is right as long as `buffers`, the state's tensors, stay where they are: see `fits`. The first call of `append`
     compiles the kernels, which a capture cannot. A state's first prompt, often its only one, has chunks of one block:
-    capturing sixteen takes the host as long as sixteen plain calls. Blocks behind the last whole chunk are chunks of
+    capturing eight takes the host as long as eight plain calls. Blocks behind the last whole chunk are chunks of
     one block, too. The second prompt captures a chunk in the memory's first half, and the third one also in its second
     half. After a failed capture, `append` is called for each block.
     """
@@ -195,6 +195,8 @@ class BlockGraph:
         with memory.lock, _Copies(memory if halves > 1 else None) as copies:
             moves = memory.moves(prompt, first, count, halves)
             for turn, move in enumerate(moves):
+                if self._memory is None:
+                    break
                 if turn == 0 or halves == 1:
                     copies.bring(move)
                 copies.brought()
@@ -205,8 +207,6 @@ class BlockGraph:
                     copies.bring(moves[turn + 1])                      # to the other half, while this one is appended
                 copies.take(move)
                 first += count
-                if self._memory is None:
-                    break
         return first
 
     def _append(self, append: Append, memory: Memory, count: int, half: int) -> bool:

@@ -16,6 +16,8 @@ from .._common.block_cache import kernels as kernels
 from .._common.block_cache.compress import between, weigh_window
 from .._common.block_cache.compress import compress as compress_cache
 from .._common.block_cache.observe import observe
+from .._common.block_cache.ops import at_once, settle
+from .._common.block_cache.pooled_choice import choose_pooled
 from .._common.block_cache.state import Block, BlockState, check_block
 from .._common.launch import check_kernel_sizes, check_launchable
 from .._common.ranks import ranks_of
@@ -177,7 +179,6 @@ class SnapKVState(BlockState):
         self._between = between(self.sizes, observers, self.device)
         #: Of the window's attention: zeros between launches.
         self._window_counters = self._buffer(kernels.counters_of(self.sizes, observers), dtype=torch.int32)
-        self._chooses_early = self.config.interval == 1                         # else, one kernel chooses and moves
 
     def _buffers(self) -> tuple[Tensor, ...]:
         return self._window_query, self._window_positions, self._order
@@ -209,22 +210,61 @@ class SnapKVState(BlockState):
         self._seen.fill_(total)
         return output
 
+    def _early(self, count: int) -> bool:
+        # The attention of a block that has the whole window has its softmaxes.
+        return self.config.interval == 1 and count < self.config.observers
+
     def _evict(self, block: Block, count: int) -> None:
-        self._prepare(block)
-        self._compress(count, appended=False)
+        assert block.softmax_parts is not None
+        config, end = self.config, block.end
+        if config.interval > 1 or not block.softmax_parts.numel():
+            self._prepare(block)
+            self._compress(count, self._between.received, appended=False)
+            return
+        last = slice(-config.observers, None)
+        received = kernels.received(
+            block.query[:, :, last], self.key[:, :, :end], self.occupied[..., :end], block.softmax_parts[..., last],
+            self.scale, mean=True,
+        )
+        if at_once(end, count):
+            settle(
+                self._choose_pooled(received, count, in_block=True), self.key, self.value, self.occupied,
+                self.positions, self._score, self._token_index, None, config.budget, apart=False,
+            )
+        else:
+            self._observe(block)
+            self._compress(count, received, appended=False)
+
+    def _after(self, query: Tensor, valid: Tensor) -> None:
+        # Of blocks that have a whole window, only the last one's is needed, by steps and smaller blocks.
+        if not self._early(query.shape[2]) and self.config.interval == 1:
+            observe(query, valid, self._seen, self._window_query, self._window_positions, counted=True)
 
     def _finish_step(self, query: Tensor) -> None:
         self._weigh_window(1)
-        self._compress(1, appended=True)
+        self._compress(1, self._between.received, appended=True)
 
     def _prepare(self, block: Block) -> None:
-        observe(block.query, block.valid, self._seen, self._window_query, self._window_positions)
+        self._observe(block)
         self._weigh_window(block.query.shape[2])
 
     def _choose(self, prepared: None, count: int) -> Tensor:
-        self._compress(count, appended=False, moves=False)
-        budget = self.config.budget
+        received, budget = self._between.received, self.config.budget
+        if at_once(budget + count, count):
+            return self._choose_pooled(received, count, in_block=False)
+        self._compress(count, received, appended=False, moves=False)
         return self._between.numbers[3].view(self.occupied.shape)[..., budget : budget + count]
+
+    def _choose_pooled(self, received: Tensor, count: int, *, in_block: bool) -> Tensor:
+        config = self.config
+        assert self._counts is not None
+        return choose_pooled(
+            self._window_positions, received, self.occupied, self._score, self._seen, self._counts, self._order,
+            self._between.numbers, config.budget, count, config.kernel_size, in_block,
+        )
+
+    def _observe(self, block: Block) -> None:
+        observe(block.query, block.valid, self._seen, self._window_query, self._window_positions)
 
     def _weigh_window(self, count: int) -> None:
         softmax_parts, received, _ = self._between
@@ -233,8 +273,8 @@ class SnapKVState(BlockState):
             softmax_parts, received, self._window_counters, self.scale, self.config.budget, self.config.capacity, count,
         )
 
-    def _compress(self, count: int, *, appended: bool, moves: bool = True) -> None:
-        config, (_, received, numbers) = self.config, self._between
+    def _compress(self, count: int, received: Tensor, *, appended: bool, moves: bool = True) -> None:
+        config, numbers = self.config, self._between.numbers
         compress_cache(
             self._window_positions, received, self.key, self.value, self.occupied, self.positions, self._score,
             self._token_index, self._valid_seen, self._seen, self._counts, self._order, numbers, config.budget,

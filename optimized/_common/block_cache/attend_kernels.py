@@ -246,8 +246,8 @@ def attention_kernel(
 
 @triton.jit
 def _receive_tiles(
-    k, at, total, query, softmax_parts, query_positions, scale, first, count, past, all_queries, query_h, query_q,
-    query_d, asks_q,
+    k, at, total, query, softmax_parts, query_positions, scale, first, count, past, parts_all, parts_h, query_h,
+    query_q, query_d, asks_q,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     POSITIONS: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -261,12 +261,12 @@ def _receive_tiles(
     head = row % GROUP
     nth = row // GROUP                                                 # of the tile's queries
     queries = query + head.to(tl.int64)[:, None] * query_h + nth.to(tl.int64)[:, None] * query_q + d[None, :] * query_d
-    parts = softmax_parts + head * count + nth
+    parts = softmax_parts + head * parts_h + nth
     for tile in tl.range(first, tl.cdiv(count, QUERIES), num_stages=STAGES):
         begin = tile * QUERIES
         valid = (nth < QUERIES) & (begin + nth < count)
         shift = tl.load(parts + begin, mask=valid, other=0.0)
-        inverse = tl.load(parts + all_queries + begin, mask=valid, other=0.0)
+        inverse = tl.load(parts + parts_all + begin, mask=valid, other=0.0)
         q = tl.load(
             queries + begin.to(tl.int64) * query_q, mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )
@@ -284,14 +284,15 @@ def _receive_tiles(
 
 @triton.jit
 def _receive_block(
-    first, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts, result, magnitude,
-    rank, scale, slots, count, result_h, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
+    first, batch_head, query, key, occupied, query_positions, positions, softmax_parts, result, magnitude, rank, scale,
+    slots, count, parts_all, parts_h, result_h, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, MAGNITUDE: tl.constexpr, STAGES: tl.constexpr,
     FP8: tl.constexpr,
 ):
     """The weights that all queries of the group give to the keys from slot `first` on. Pointers are at the KV head,
-    except softmax_parts, result, magnitude and rank. programs: the number of KV heads in the whole batch."""
+    except result, magnitude and rank. parts_all, parts_h: from a query's shift to its inverse sum, and to that of the
+    next head."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     s = first + tl.arange(0, BLOCK)
     s64 = s.to(tl.int64)
@@ -303,22 +304,7 @@ def _receive_block(
     if FP8 is not None:
         k = from_fp8(k, query.dtype.element_ty, FP8)
     past = slots - count
-    QUERIES: tl.constexpr = ROWS // GROUP                              # of a tile; rows behind those stay empty
-    all_queries = programs * GROUP * count
-    softmax_parts += batch_head * GROUP * count
-    total = tl.full([ROWS, BLOCK], 0.0, tl.float32)
-    at = s
-    if POSITIONS:
-        at = tl.load(positions + s64 * position_s, mask=holds, other=0)
-    nearest = tl.maximum(first - past, 0) // QUERIES                   # earlier tiles attend to none of these keys
-    if POSITIONS:
-        nearest = first * 0
-    # One loop, also for keys to which all queries attend: two would wait for each other's loads.
-    total = _receive_tiles(
-        k, at, total, query, softmax_parts, query_positions, scale, nearest, count, past, all_queries,
-        query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, POSITIONS, STAGES,
-    )
-    divisor = GROUP + 0.0
+    divisor = GROUP + 0.0                                              # before the tiles, while keys are loaded
     if MEAN:
         observers = tl.full([_QUERIES], 0, tl.int32)
         for start in range(0, count, _QUERIES):
@@ -329,6 +315,19 @@ def _receive_block(
                 counted = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
             observers += tl.where(counted, 1, 0)
         divisor = divisor * tl.maximum(tl.sum(observers, 0), 1)
+    QUERIES: tl.constexpr = ROWS // GROUP                              # of a tile; rows behind those stay empty
+    total = tl.full([ROWS, BLOCK], 0.0, tl.float32)
+    at = s
+    if POSITIONS:
+        at = tl.load(positions + s64 * position_s, mask=holds, other=0)
+    nearest = tl.maximum(first - past, 0) // QUERIES                   # earlier tiles attend to none of these keys
+    if POSITIONS:
+        nearest = first * 0
+    # One loop, also for keys to which all queries attend: two would wait for each other's loads.
+    total = _receive_tiles(
+        k, at, total, query, softmax_parts, query_positions, scale, nearest, count, past, parts_all, parts_h,
+        query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, POSITIONS, STAGES,
+    )
     received = tl.where(holds, tl.sum(total, 0) / divisor, 0.0)
     into = batch_head * result_h + s
     if ADD:
@@ -339,12 +338,15 @@ def _receive_block(
     tl.store(result + into, received, mask=s < slots)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, "key_scale_h", "each", "result_h"])
+@triton.jit(
+    do_not_specialize=[*_SIZES, *_POSITIONS, "key_scale_h", "each", "result_h", "parts_all", "parts_h"],
+    do_not_specialize_on_alignment=["softmax_parts"],                  # those of a block's last queries
+)
 def received_kernel(
     query, key, value, key_scale, occupied, query_positions, positions, counts, softmax_parts, result, magnitude, rank,
     scale, slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
-    capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, each, result_h,
+    capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, each, result_h, parts_all, parts_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr, POSITIONS: tl.constexpr, DUE: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr,
     MAGNITUDE: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -371,19 +373,19 @@ def received_kernel(
     if POSITIONS:
         query_positions += b * asks_b
         positions += b * position_b + k_head * position_h
-    programs = tl.num_programs(0).to(tl.int64) // blocks
+    softmax_parts += batch_head * GROUP * parts_h
     if DUE:
         for first in range(number * each * BLOCK, tl.minimum((number + 1) * each * BLOCK, slots), BLOCK):
             _receive_block(
-                first, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts, result,
-                magnitude, rank, scale, slots, count, result_h, query_h * UNIT, query_q * UNIT, query_d, key_s * UNIT,
-                key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN, ADD,
-                MAGNITUDE, STAGES, FP8,
+                first, batch_head, query, key, occupied, query_positions, positions, softmax_parts, result, magnitude,
+                rank, scale, slots, count, parts_all, parts_h, result_h, query_h * UNIT, query_q * UNIT, query_d,
+                key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS,
+                MEAN, ADD, MAGNITUDE, STAGES, FP8,
             )
     else:
         _receive_block(
-            number * BLOCK, batch_head, programs, query, key, occupied, query_positions, positions, softmax_parts,
-            result, magnitude, rank, scale, slots, count, result_h, query_h * UNIT, query_q * UNIT, query_d,
+            number * BLOCK, batch_head, query, key, occupied, query_positions, positions, softmax_parts, result,
+            magnitude, rank, scale, slots, count, parts_all, parts_h, result_h, query_h * UNIT, query_q * UNIT, query_d,
             key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN,
             ADD, MAGNITUDE, STAGES, FP8,
         )

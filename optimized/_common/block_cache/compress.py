@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import SMALL_TILES, on_device_of, padded_head_dim
-from .choose_kernel import threshold_of
 from .evict_kernels import (
     COUNTED,
     NEVER,
@@ -29,7 +28,6 @@ from .evict_kernels import (
     _threshold,
     _valid_before,
     _write_codes,
-    code_of,
     count_all,
     ends_of,
     move,
@@ -125,7 +123,7 @@ def compress(
             window_positions, numbers, numbers[1], budget, capacity, count, slots, heads, window_positions.shape[1],
             kernel_size, 0, 0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else 32, ALWAYS=always, APPENDED=appended,
-            OBSERVES=True, CARRIED=False, MOVES=moves, PAGE=1, AT_ONCE=always and end <= chunk,
+            OBSERVES=True, CARRIED=False, MOVES=moves, PAGE=1,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
 
@@ -175,7 +173,7 @@ def thin(
             sinks,
             recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
             TOKENS=16 if SMALL_TILES else 32, ALWAYS=False, APPENDED=appended, OBSERVES=False,
-            CARRIED=carried is not None, MOVES=True, PAGE=page, AT_ONCE=False,
+            CARRIED=carried is not None, MOVES=True, PAGE=page,
             num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
 
@@ -231,25 +229,16 @@ def _pool(score, received, by_age, slots_by_age, tokens, prefix, kernel_size, CH
 @triton.jit
 def _choose(
     codes, free_slots, dest_slot, rank, occupied, token_index, before, leave, sinks, recent_from, budget, end,
-    CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Evict `leave` of a head's tokens: lowest rank first, ties to the lowest slot. dest_slot [end]: the new slot of
     each slot's token, -1 for none. The j-th kept token behind the first `budget` slots moves to the j-th free slot
-    among those. `before`: the number of the cache's slots that held tokens. AT_ONCE: all slots are one chunk."""
+    among those. `before`: the number of the cache's slots that held tokens."""
     _, never = ends_of(codes.dtype.element_ty)
-    if AT_ONCE:
-        s = tl.arange(0, CHUNK)
-        code, _ = code_of(
-            s, end, rank, occupied, occupied, token_index, sinks, recent_from, never, False, False
-        )
-        threshold, below = threshold_of(code, leave)
-        tl.store(codes + s, code, mask=s < end)
-        tl.debug_barrier()
-    else:
-        lowest, highest = _write_codes(
-            codes, rank, occupied, occupied, token_index, end, sinks, recent_from, CHUNK, False, False
-        )
-        threshold, below = _threshold(codes, lowest, highest, end, leave, CHUNK)
+    lowest, highest = _write_codes(
+        codes, rank, occupied, occupied, token_index, end, sinks, recent_from, CHUNK, False, False
+    )
+    threshold, below = _threshold(codes, lowest, highest, end, leave, CHUNK)
     ties = leave - below
     tied = leave * 0
     free = leave * 0
@@ -294,7 +283,7 @@ def compress_kernel(
     rank_h,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr,
     ALWAYS: tl.constexpr, APPENDED: tl.constexpr, OBSERVES: tl.constexpr, CARRIED: tl.constexpr, MOVES: tl.constexpr,
-    PAGE: tl.constexpr, AT_ONCE: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """Program batch_head. numbers, per batch_head: slots in order of arrival, ranks as integers, free slots, new slots.
     rank, with rows of rank_h slots: with OBSERVES, what each slot's key received; SnapKV's scores follow from it.
@@ -345,7 +334,7 @@ def compress_kernel(
     if leave > 0:
         _choose(
             codes + at, numbers + each * _FREE_SLOTS + at, dest_slot, rank, occupied, token_index, before, leave,
-            sinks, recent_from, budget, end, CHUNK, AT_ONCE,
+            sinks, recent_from, budget, end, CHUNK,
         )
         if OBSERVES:
             _follow(order, slots_by_age, dest_slot, tokens, CHUNK)

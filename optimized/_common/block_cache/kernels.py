@@ -84,7 +84,8 @@ def received(
 ) -> Tensor:
     """Each key's weights summed over all queries, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
 
-    mean: divide by the number of queries that attend to something. Arguments as in `attend`, and its softmax_parts.
+    mean: divide by the number of queries that attend to something. Arguments as in `attend`, and its softmax_parts. For
+    the last queries of a block, slices of the block's.
     """
     result: Tensor = _received(query, key, stored.key_scale, occupied, softmax_parts, scale, mean, stored.fp8)
     return result
@@ -307,7 +308,7 @@ def launch_received(
         received_kernel[(heads * triton.cdiv(blocks, each),)](
             query, key, key, stored.key_scale, occupied, *tensors, softmax_parts, result, magnitude, rank,
             scale * LOG2_E.value, *_arguments(query, key, key, occupied), *numbers, scale_stride(stored.key_scale),
-            each, result.stride(1) if add else key.shape[2],
+            each, result.stride(1) if add else key.shape[2], softmax_parts.stride(0), softmax_parts.stride(2),
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
             DUE=tensors[2] is not None, MEAN=mean, ADD=add, MAGNITUDE=magnitude is not None,
             FP8=fp8_format(stored.fp8, key.device), num_warps=warps, **dependent_launch(key.device),

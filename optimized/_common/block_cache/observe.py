@@ -14,10 +14,13 @@ QUERIES = 2 if SMALL_TILES else 32
 
 
 @torch.library.custom_op("kvtwin::block_observe", mutates_args=("window_query", "window_positions"))
-def observe(query: Tensor, valid: Tensor, seen: Tensor, window_query: Tensor, window_positions: Tensor) -> None:
+def observe(
+    query: Tensor, valid: Tensor, seen: Tensor, window_query: Tensor, window_positions: Tensor, counted: bool = False
+) -> None:
     """Store the last queries of a block in a ring of W: the query of position p at index p % W.
 
-    query [B, Hq, Q, D]; valid [B, Q] bool; seen [1] int64, the tokens before the block; window_query [B, Hq, W, D] and
+    query [B, Hq, Q, D]; valid [B, Q] bool; seen [1] int64, the tokens before the block, or
+    `counted`, with those of the block; window_query [B, Hq, W, D] and
     window_positions [B, W] int64, contiguous. The position of padding is -1.
     """
     batch, query_heads, count, head_dim = query.shape
@@ -25,19 +28,24 @@ def observe(query: Tensor, valid: Tensor, seen: Tensor, window_query: Tensor, wi
     new = min(count, observers)
     with on_device_of(query):
         observe_kernel[(batch * query_heads * triton.cdiv(new, QUERIES),)](
-            query, valid, seen, window_query, window_positions, count, new, query_heads, observers, *query.stride(),
+            query, valid, seen, window_query, window_positions, count, count if counted else 0, new, query_heads,
+            observers, *query.stride(),
             *valid.stride(), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TILE=QUERIES, num_warps=4,
         )
 
 
 @observe.register_fake
-def _(query: Tensor, valid: Tensor, seen: Tensor, window_query: Tensor, window_positions: Tensor) -> None:
+def _(
+    query: Tensor, valid: Tensor, seen: Tensor, window_query: Tensor, window_positions: Tensor, counted: bool = False
+) -> None:
     return None
 
 
-@triton.jit(do_not_specialize=["count", "new", "query_heads", "observers", "query_b", "query_h", "query_q", "valid_b"])
+@triton.jit(do_not_specialize=[
+    "count", "counted", "new", "query_heads", "observers", "query_b", "query_h", "query_q", "valid_b",
+])
 def observe_kernel(
-    query, valid, seen, window_query, window_positions, count, new, query_heads, observers,
+    query, valid, seen, window_query, window_positions, count, counted, new, query_heads, observers,
     query_b, query_h, query_q, query_d, valid_b, valid_q,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -48,7 +56,7 @@ def observe_kernel(
     number = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside = number < new
     i = (count - new + number).to(tl.int64)
-    position = tl.load(seen) + i
+    position = tl.load(seen) - counted + i
     place = position % observers
     d = tl.arange(0, D_PAD).to(tl.int64)
     mask = inside[:, None] & (d < HEAD_DIM)[None, :]

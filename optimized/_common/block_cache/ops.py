@@ -14,8 +14,10 @@ from .evict_kernels import arrive_kernel, evict_kernel, settle_kernel
 APART = 256
 #: Warps of a program that chooses evictions among more than 1024 slots.
 EVICTING_WARPS = 16
-#: The most slots whose codes a program keeps in registers, and its warps.
-AT_ONCE, CHOOSING_WARPS = 4096, 8
+#: The most slots whose codes a program keeps in registers.
+AT_ONCE = 4096
+#: Warps of such a program, with few and with many heads, and the number of heads from which there are many.
+CHOOSING_WARPS, CHOOSING_WARPS_OF_MANY, MANY = 8, 16, 32
 #: Options of a launch that waits for one on another stream, at the begin or the end of a branch of a graph.
 INDEPENDENT = {"DEPENDENT": False}
 
@@ -109,17 +111,18 @@ def _(
 )
 def settle(
     destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
-    token_index: Tensor, carried: Tensor | None, budget: int,
+    token_index: Tensor, carried: Tensor | None, budget: int, apart: bool = True,
 ) -> None:
     """Move the tokens of a block to their destinations, [B, Hkv, count] as `choose` returns them, and free the block's
-    slots."""
-    _settle(destination, (key, value, occupied, positions, score, token_index, carried), budget, INDEPENDENT)
+    slots. apart: the launch before may be on another stream."""
+    start = INDEPENDENT if apart else dependent_launch(key.device)
+    _settle(destination, (key, value, occupied, positions, score, token_index, carried), budget, start)
 
 
 @settle.register_fake
 def _(
     destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
-    token_index: Tensor, carried: Tensor | None, budget: int,
+    token_index: Tensor, carried: Tensor | None, budget: int, apart: bool = True,
 ) -> None:
     return None
 
@@ -174,7 +177,8 @@ def _launch(
         if at_once(budget + count, count):
             choose_kernel[(batch * heads,)](
                 *ranking, occupied, token_index, valid_seen, seen, free_slots, destination, count, came, *numbers,
-                SLOTS=triton.next_power_of_2(budget + count), **constants, num_warps=CHOOSING_WARPS, **start,
+                SLOTS=triton.next_power_of_2(budget), COUNT=triton.next_power_of_2(count), **constants,
+                num_warps=choosing_warps(batch * heads), **start,
             )
             moved = 0
         else:
@@ -184,6 +188,11 @@ def _launch(
         if moves and not moved:
             _settle(destination, tensors, budget, start)
     return destination
+
+
+def choosing_warps(heads: int) -> int:
+    """See CHOOSING_WARPS. heads: of all rows of the batch."""
+    return CHOOSING_WARPS_OF_MANY if heads >= MANY else CHOOSING_WARPS
 
 
 def at_once(end: int, count: int) -> bool:

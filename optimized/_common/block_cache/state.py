@@ -177,15 +177,19 @@ class BlockState(State):
             output = self._append_prompt(query, key, value, occupied, padded)
         elif occupied.shape[1] <= size:
             output = self._append(query, key, value, occupied)
+            self._after(query, occupied)
         else:
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             prompt = query, key, value, occupied
             full = query.shape[2] // size if graph.worth_a_graph(query, size) else 0
             graph.run_blocks(self, self._append, prompt, output, size, full, self._tensors())
+            if full:
+                self._after(query[:, :, : full * size], occupied[:, : full * size])
             for start in range(full * size, query.shape[2], size):
                 part = slice(start, start + size)
                 block = query[:, :, part], key[:, :, part], value[:, :, part], occupied[:, part]
                 output[:, :, part] = self._append(*block)
+                self._after(query[:, :, part], occupied[:, part])
         self._end_change()
         return output
 
@@ -211,6 +215,7 @@ class BlockState(State):
         self._start_change("step")
         valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
         output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], valid)[:, :, 0]
+        self._after(query[:, :, None], valid)
         self._end_change()
         return output
 
@@ -256,6 +261,9 @@ class BlockState(State):
         """
         return query, self.key[:, :, :end]
 
+    def _after(self, query: Tensor, valid: Tensor) -> None:
+        """Complete one or more blocks, which are counted in `_seen`. query [B, Hq, T, D] and valid [B, T]: theirs."""
+
     def _takes_prompt(self, total: int) -> bool:
         """Whether `_take_prompt` takes prompts of `total` tokens, without padding and in one block."""
         return False
@@ -272,7 +280,7 @@ class BlockState(State):
         """Add a block of Q <= block_size tokens; valid [B, Q] bool. Returns [B, Hq, Q, D], which is `output` if given.
         """
         end, count = self._arrive(key, value, valid), query.shape[2]
-        early = self._chooses_early and self._ranks is None
+        early = self._early(count)
         if early:
             # Before the attention, which would leave it few multiprocessors.
             prepared = self._prepare(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)))
@@ -293,6 +301,10 @@ class BlockState(State):
         else:
             self._evict(Block(query, valid, end, softmax_parts), count)
         return output
+
+    def _early(self, count: int) -> bool:
+        """Whether the evictions of a block of `count` tokens are chosen before its attention."""
+        return self._chooses_early and self._ranks is None
 
     def _append_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, padded: bool) -> Tensor:
         """`_append` of a whole prompt to an empty state, with the attention of `_attend_prompt`."""

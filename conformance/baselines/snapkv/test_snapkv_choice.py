@@ -1,0 +1,150 @@
+"""SnapKV's choice of a block's evictions, from what keys received: lists of tokens say what leaves and where the rest
+goes. The kernel that keeps codes in registers and the one that passes over the slots in chunks do the same."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.optimized._common.block_cache import compress, kernels, ops
+from kvtwin.optimized._common.block_cache.pooled_choice import choose_pooled
+from kvtwin.optimized.baselines import snapkv
+
+pytestmark = pytest.mark.kind("equivalence")
+HEADS, HEAD_DIM = 3, 16
+#: (budget, tokens of the block, window, kernel_size).
+SIZES = (
+    (5, 2, 1, 1), (12, 6, 4, 3), (40, 24, 16, 5), (33, 31, 31, 11), (64, 17, 17, 17), (200, 150, 140, 7),
+)
+
+
+class Before(NamedTuple):
+    """A state's buffers when a block is in its slots. counts [H]: tokens of the cache;
+    order [H, budget]: their slots, the oldest first, then free ones; valid [Q] of the block; received [H, S]."""
+
+    counts: list[int]
+    order: Tensor
+    valid: Tensor
+    received: Tensor
+
+
+class After(NamedTuple):
+    score: list[float]
+    destination: list[int]
+    order: list[int]
+    count: int
+
+
+def before(budget: int, count: int, kind: str, seed: int) -> Before:
+    """One head is full, one has room for some of the block, and one is empty. A free slot's order is its number."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [budget, max(0, budget - count // 2), 0]
+    order = torch.stack([
+        torch.cat((torch.randperm(held, generator=generator), torch.arange(held, budget))) for held in counts
+    ])
+    valid = torch.rand(count, generator=generator) < (0.7 if kind == "padding" else 2)
+    # Multiples of 2^-12: their sums are exact. With few values, pools tie.
+    values = 3 if kind == "ties" else 2**11
+    received = torch.randint(0, values, (HEADS, budget + count), generator=generator) / 2**12
+    return Before(counts, order, valid, received)
+
+
+def expected(given: Before, head: int, budget: int, window: int, kernel_size: int) -> After:
+    count = len(given.valid)
+    tokens = given.order[head, : given.counts[head]].tolist()
+    tokens += [budget + i for i in range(count) if given.valid[i]]
+    prefix = len(tokens) - window
+    weights = [given.received[head, slot].item() for slot in tokens[:prefix]]
+    half = kernel_size // 2
+    score = [0.0] * (budget + count)
+    for i, slot in enumerate(tokens):
+        pool = sum(weights[max(0, i - half) : i + half + 1]) / torch.tensor(kernel_size, dtype=torch.float32)
+        score[slot] = float(pool) if i < prefix else float("inf")
+    leave = max(0, len(tokens) - budget)
+    gone = set(sorted(tokens[:prefix], key=lambda slot: (score[slot], slot))[:leave])
+    free = [slot for slot in range(budget) if slot not in tokens or slot in gone]
+    moved = dict(zip((slot for slot in tokens if slot >= budget and slot not in gone), free, strict=False))
+    kept = [moved.get(slot, slot) for slot in tokens if slot not in gone]
+    return After(score, [moved.get(budget + i, -1) for i in range(count)], kept, len(kept))
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "padding"])
+@pytest.mark.parametrize("by", ["registers", "ring", "chunks"])
+@pytest.mark.parametrize(("budget", "count", "window", "kernel_size"), SIZES)
+def test_the_choice_is_that_of_a_list_of_tokens(budget, count, window, kernel_size, by, kind, device):
+    """The window is the end of the block, or, with a ring, what the positions of the window's queries say."""
+    given = before(budget, count, kind, seed=budget)
+    asks = given.valid[-window:]
+    slots = budget + count + 3
+    occupied = torch.zeros(1, HEADS, slots, dtype=torch.bool)
+    for head, held in enumerate(given.counts):
+        occupied[0, head, :held] = True
+    occupied[:, :, budget : budget + count] = given.valid
+    counts = torch.tensor([given.counts], dtype=torch.int32) + int(given.valid.sum())
+    order = given.order.int()[None].to(device)
+    window_positions = torch.where(asks, torch.arange(window), -1)[None]
+    if by == "registers":
+        window_positions.fill_(-1)                                          # of an earlier block: not to be read
+    occupied, counts, window_positions = (tensor.to(device) for tensor in (occupied, counts, window_positions))
+    numbers = torch.full((4, HEADS, slots), -7, dtype=torch.int32, device=device)
+    score, seen = torch.full((1, HEADS, slots), -1.0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    received = given.received.float()[None].to(device)
+    if by == "chunks":
+        token_index = torch.zeros(1, HEADS, slots, dtype=torch.int32)
+        for head, held in enumerate(given.counts):
+            token_index[0, head, given.order[head, :held]] = torch.arange(held, dtype=torch.int32)
+            token_index[0, head, budget : budget + count] = held + given.valid.cumsum(0).int() - 1
+        key = torch.zeros(1, HEADS, slots, HEAD_DIM, device=device)
+        compress.compress(
+            window_positions, received, key, key.clone(), occupied, torch.zeros_like(occupied, dtype=torch.int64),
+            score, token_index.to(device), counts.clone(), seen, counts, order, numbers, budget, budget, count,
+            kernel_size, False, False,
+        )
+        destination = numbers[3].view(1, HEADS, slots)[..., budget : budget + count]
+    else:
+        destination = choose_pooled(
+            window_positions, received, occupied, score, seen, counts, order, numbers, budget, count, kernel_size,
+            by == "registers",
+        )
+    assert seen.item() == count
+    for head in range(HEADS):
+        wanted = expected(given, head, budget, int(asks.sum()), kernel_size)
+        there = occupied[0, head, : budget + count].cpu()
+        assert destination[0, head].tolist() == wanted.destination
+        assert counts[0, head].item() == wanted.count
+        assert order[0, head, : wanted.count].tolist() == wanted.order
+        # A GPU's quotient of two float32 numbers is at most two units in the last place away.
+        torch.testing.assert_close(
+            score[0, head, : budget + count].cpu()[there], torch.tensor(wanted.score)[there], rtol=2.0**-22, atol=0.0
+        )
+
+
+def test_a_block_with_the_whole_window_takes_the_softmaxes_of_its_attention(device, monkeypatch):
+    """Otherwise, the window's queries attend once more. The last queries of all blocks enter the window at the end."""
+    done: list[str] = []
+
+    def note(module: Any, name: str) -> None:
+        call = getattr(module, name)
+
+        def noting(*arguments: Any, **options: Any) -> Any:
+            done.append(name)
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(module, name, noting)
+
+    for name in ("weigh_window", "choose_pooled", "observe", "settle"):
+        note(snapkv, name)
+    note(kernels, "received")
+    note(ops, "settle")
+    config = snapkv.SnapKVConfig(budget=12, window=4, block_size=4)
+    state = snapkv.SnapKVState(
+        config, batch=1, query_heads=4, key_value_heads=2, head_dim=HEAD_DIM, dtype=torch.float32, device=device
+    )
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 10, HEAD_DIM, generator=generator).to(device) for heads in (4, 2, 2))
+    state.prefill(query, key, value)
+    late = ["received", "choose_pooled", "settle", "observe"]
+    assert done == late * 2 + ["observe", "weigh_window", "choose_pooled", "settle"]
