@@ -103,9 +103,10 @@ def calls_of(twin: Pair, device: torch.device) -> dict[Any, tuple[Any, tuple[Any
             prefill(state, prompt(device, seed=1))
             step(state, token(device, seed=2))
             if isinstance(state, BlockState):  # graphs of blocks give `_append` an output
-                query, key, value = (tensor[:, :, :1] for tensor in prompt(device, seed=3))
-                valid = torch.ones(len(query), 1, dtype=torch.bool, device=device)
-                state._append(query, key, value, valid, torch.empty_like(query.contiguous()))
+                for count in (1, 2):
+                    query, key, value = (tensor[:, :, :count] for tensor in prompt(device, seed=3))
+                    valid = torch.ones(len(query), count, dtype=torch.bool, device=device)
+                    state._append(query, key, value, valid, torch.empty_like(query.contiguous()))
         if twin.state and "process_group" in inspect.signature(twin.state).parameters:
             with one_rank(device) as group:
                 state = new_state(twin, twin.optimized, device, process_group=group)

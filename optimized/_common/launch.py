@@ -137,8 +137,7 @@ def launches_early(device: torch.device) -> bool:
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """Options of a kernel that may start before the previous one has ended, and whose first statement is
-    `previous_done`."""
+    """Options of a kernel that may start before the previous one has ended, and which calls `previous_done`."""
     return {"DEPENDENT": True, "launch_pdl": True} if launches_early(device) else {"DEPENDENT": False}
 
 

@@ -19,7 +19,7 @@ from .._common.softmax import denominators, weigh_tile
     "occupied_s",
 ])
 def logits_kernel(
-    query, key, occupied, logits, row_maxima, weight_sums, scale, slots, split_size, splits, heads,
+    query, key, occupied, members, logits, row_maxima, weight_sums, scale, slots, split_size, splits, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, occupied_b, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     UNIT: tl.constexpr,
@@ -27,11 +27,13 @@ def logits_kernel(
     """Program (split, batch_head): the logits of a share of the slots, their maxima and sums. Strides of keys are over
     UNIT.
 
-    Unoccupied slots are not read; their logits are -inf.
+    Unoccupied slots are not read; their logits are -inf. members [heads]: the KV heads of the R-heads; None: all.
     """
     split = tl.program_id(0) % splits
     batch_head = (tl.program_id(0) // splits).to(tl.int64)
     b, head = batch_head // heads, batch_head % heads
+    if members is not None:
+        head = tl.load(members + head).to(tl.int64)
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD).to(tl.int64)
     valid, inside = row < GROUP, d < HEAD_DIM

@@ -91,10 +91,14 @@ def _nothing(key: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("kvtwin::synckv_log_weights", mutates_args=())
-def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
-    """log2 of the largest weight in each group, [B, N_r, S] float32; -inf in unoccupied slots."""
-    batch, heads, slots, head_dim = key.shape
-    sizes = Sizes(batch, query.shape[1], heads, slots, head_dim)
+def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float, members: Tensor | None = None) -> Tensor:
+    """log2 of the largest weight in each group, [B, N_r, S] float32; -inf in unoccupied slots.
+
+    members [N_r] int32: the KV heads that take part, by default all.
+    """
+    batch, stored, slots, head_dim = key.shape
+    group, heads = query.shape[1] // stored, stored if members is None else members.shape[0]
+    sizes = Sizes(batch, heads * group, heads, slots, head_dim)
     block = key_block(head_dim, key.element_size(), slots)
     splits, split_size = split_slots(sizes, block, key.device)
     batch_heads = batch * heads
@@ -110,8 +114,8 @@ def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> T
     shape = {"GROUP": sizes.group, "ROWS": group_rows(sizes.group, query.dtype)}
     with on_device_of(key):
         logits_kernel[(batch_heads * splits,)](
-            query, key, occupied, logits, row_maxima[0], row_maxima[1], scale * log2(e), slots, split_size, splits,
-            heads, *layout,
+            query, key, occupied, members, logits, row_maxima[0], row_maxima[1], scale * log2(e), slots, split_size,
+            splits, heads, *layout,
             **shape, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, UNIT=unit, num_warps=4,
         )
         pool_kernel[(batch_heads * chunks,)](
@@ -122,5 +126,6 @@ def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> T
 
 
 @log_weights.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
-    return key.new_empty(key.shape[:3], dtype=torch.float32)
+def _(query: Tensor, key: Tensor, occupied: Tensor, scale: float, members: Tensor | None = None) -> Tensor:
+    heads = key.shape[1] if members is None else members.shape[0]
+    return key.new_empty((key.shape[0], heads, key.shape[2]), dtype=torch.float32)

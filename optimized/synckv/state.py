@@ -92,10 +92,6 @@ class SyncKVState(State):
             self._marks = self._buffer(batch, slots, dtype=torch.int32)
             self._always = self._buffer(1, dtype=torch.int32)
         self._members, self._entries = self._table(first)
-        self._query_heads = (
-            self._members[0, :representative_heads, None] * self.sizes.group
-            + torch.arange(self.sizes.group, device=self.device)
-        ).flatten()
         self._splits = _step.splits_of(
             self.sizes, representative_heads, self._listed.shape[2] + min(config.stride, slots), dtype.itemsize,
             self.device
@@ -155,8 +151,11 @@ class SyncKVState(State):
         """Set the counters after a prompt."""
         first_new = tokens if self._offload is None else self._offload.first_new
         self._counted, self._steps = tokens, self.config.phase
-        for place, count in enumerate((tokens, self._steps, tokens, first_new, tokens, first_new)):
-            self._counters[place].fill_(count)
+        # tokens, steps, tokens, first_new, tokens, first_new
+        self._counters.fill_(tokens)
+        self._counters[1].fill_(self._steps)
+        if first_new != tokens:
+            self._counters[3::2].fill_(first_new)
 
     @property
     def tokens_seen(self) -> int:
@@ -221,7 +220,7 @@ class SyncKVState(State):
             self._key[:, :, :total].copy_(key[:, stored_heads])
             self._value[:, :, :total].copy_(value[:, stored_heads])
         self.occupied[:, :total].copy_(occupied)
-        self._choose_first(query, key, occupied)
+        self._choose_first(query, key, occupied, padded)
         if self._unites:
             _step.unite(self._always, self._chosen, self._listed, self._marks)
         self._begin(total)
@@ -251,24 +250,30 @@ class SyncKVState(State):
         if self._offload is not None:
             self._offload.transfers.wait()
 
-    def _choose_first(self, query: Tensor, key: Tensor, occupied: Tensor) -> None:
+    def _choose_first(self, query: Tensor, key: Tensor, occupied: Tensor, padded: bool) -> None:
         """Select the sets after a prompt (eq. 3 and 4)."""
-        token = torch.arange(key.shape[2], device=self.device)
-        last = torch.where(occupied, token, 0).amax(1)
-        newest = query.take_along_dim(last[:, None, None, None], 2)[:, self._query_heads, 0]
-        representative_keys = key.index_select(1, self._members[0, :self._representative_heads])
-        weight = representative_keys.new_empty(representative_keys.shape[:3], dtype=torch.float32)
+        batch, _, total, _ = key.shape
+        newest = query[:, :, -1]
+        if padded:
+            last = torch.where(occupied, torch.arange(total, device=self.device), 0).amax(1)
+            newest = query.take_along_dim(last[:, None, None, None], 2)[:, :, 0]
+        weight = key.new_empty(batch, 0, total, dtype=torch.float32)
         if self._representative_heads:
-            weight = log_weights(newest, representative_keys, occupied, self.scale)
+            heads = self._members[0, :self._representative_heads]
+            weight = log_weights(newest, key, occupied, self.scale, heads)
         if self._representatives is not None:
             weight = self._representatives.largest(weight)
         nothing = self._static[..., :0]
         static = select(weight, occupied, nothing, self._fixed_count)
         self._static.copy_(static)
-        # One more slot, for -1, and for arbitrary contents if kernels are compiled but not launched.
-        mask = torch.zeros(*self._fixed.shape[:2], self.sizes.slots + 1, dtype=torch.bool, device=self.device)
-        mask.scatter_(-1, static.where(static >= 0, self.sizes.slots).clamp_max(self.sizes.slots), True)
-        self._fixed.copy_(mask[..., :-1])
+        # Contents are arbitrary if kernels are compiled but not launched.
+        slots = self.sizes.slots
+        if padded or total < self._fixed_count:                         # then, -1 may stand for no token
+            mask = torch.zeros(*self._fixed.shape[:2], slots + 1, dtype=torch.bool, device=self.device)
+            mask.scatter_(-1, static.where(static >= 0, slots).clamp_max(slots), True)
+            self._fixed.copy_(mask[..., :-1])
+        else:
+            self._fixed.zero_().scatter_(-1, static.clamp(0, slots - 1), True)
         if self._count:
             taken = nothing if self.config.exclude_static else static
             self._chosen[..., self._chosen.shape[-1] - self._count:].copy_(select(weight, occupied, taken, self._count))

@@ -76,7 +76,6 @@ def choose_pooled_kernel(
 ):
     """Program batch_head. SLOTS, COUNT: at least budget and count. numbers, per batch_head: what tokens received in
     order of arrival (bits of float32), codes of slots, free slots, and which slots' tokens stay."""
-    previous_done(DEPENDENT)
     batch_head = tl.program_id(0).to(tl.int64)
     at = batch_head * slots
     each = tl.num_programs(0).to(tl.int64) * slots
@@ -86,12 +85,8 @@ def choose_pooled_kernel(
     score += at
     received += batch_head * (budget + count)
     order += batch_head * budget
-    count_all(seen, count)
-    # All slots of the order, also those without a token: these loads wait for no other.
     c, n = tl.arange(0, SLOTS), tl.arange(0, COUNT)
-    slot = tl.load(order + c, mask=c < budget, other=0)
-    weight = tl.load(received + slot, mask=c < budget, other=0.0)
-    new_weight = tl.load(received + budget + n, mask=n < count, other=0.0)
+    slot = tl.load(order + c, mask=c < budget, other=0)                # also the slots without a token
     tokens = tl.load(counts + batch_head)
     came = tl.load(occupied + budget + n, mask=n < count, other=0) != 0
     observing = tl.full([COUNTED], 0, tl.int32)
@@ -107,6 +102,11 @@ def choose_pooled_kernel(
     before = tokens - tl.sum(one, 0)
     held = c < before                                                  # of the c-th token, and of slot c
     nth = before + tl.cumsum(one, 0) - one                             # of the block's tokens, in order of arrival
+    # The previous launch, `received_kernel`, wrote nothing of what was read so far.
+    previous_done(DEPENDENT)
+    count_all(seen, count)
+    weight = tl.load(received + slot, mask=c < budget, other=0.0)
+    new_weight = tl.load(received + budget + n, mask=n < count, other=0.0)
     tl.store(by_age + c, weight.to(tl.int32, bitcast=True), mask=held)
     tl.store(by_age + nth, new_weight.to(tl.int32, bitcast=True), mask=came)
     tl.debug_barrier()
