@@ -23,6 +23,8 @@ def ranks_of(content: str, shape: tuple[int, ...], generator: torch.Generator) -
     if content == "close":                                       # neighbours in float32, around 1
         bits = torch.tensor(1.0).view(torch.int32) + torch.randint(-3, 4, shape, generator=generator)
         return bits.int().view(torch.float32)
+    if content == "descending":                                  # the block has the lowest ranks of all
+        return -torch.arange(math.prod(shape)).view(shape).float()
     if content == "wide":
         return torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-38, 38, shape, generator=generator)
     if content in ("integers", "equal integers"):
@@ -55,7 +57,7 @@ def after(
 
 @pytest.mark.parametrize("place", range(3), ids=["small", "chunks", "apart"])
 @pytest.mark.parametrize(
-    "content", ["ties", "close", "wide", "special", "integers", "equal integers", "successive integers"]
+    "content", ["ties", "close", "wide", "descending", "special", "integers", "equal integers", "successive integers"]
 )
 @pytest.mark.parametrize("guarded", [False, True], ids=["all", "protected"])
 @pytest.mark.parametrize("at_once", [False, True], ids=["passes", "at-once"])

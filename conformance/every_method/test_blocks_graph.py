@@ -117,6 +117,24 @@ def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, mon
             assert_same(mine.step(**part), plain.step(**part), what=f"output of step {step}")
 
 
+@pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name == "snapkv"], ids=str)
+def test_steps_after_a_prompt_by_a_graph_know_its_last_queries(pair, device, monkeypatch):
+    """Blocks that have SnapKV's whole window do not store its queries, but the prompt does in the end."""
+    size = 4                                                               # even: in the interpreter, see `ops.at_once`
+    state, plain = (state_of(pair, device, block_size=size) for _ in range(2))
+    assert pair.config is not None and state.config.observers <= size
+    prompt = prompt_of(0, device, size * LEAST)
+    output = state.prefill(**prompt)
+    with monkeypatch.context() as without:
+        without.setattr(graph, "BLOCKS", size * LEAST)
+        assert_same(output, plain.prefill(**prompt), what="output of the prompt")
+    assert state in graph._graphs
+    for step in range(3):
+        part = {name: prompt[name][:, :, step] for name in ("query", "key", "value")}
+        assert_same(state.step(**part), plain.step(**part), what=f"output of step {step}")
+        assert_equal(state, plain, f"step {step}")
+
+
 @some_pairs
 def test_blocks_of_a_chunk_that_is_a_replay_from_the_start(pair, device, monkeypatch):
     """Blocks of 8 tokens are aligned: all blocks of a chunk take the kernels that the first prompt has compiled."""
@@ -145,6 +163,7 @@ def test_no_block_is_empty(pair, total, blocks, device, monkeypatch):
 
     def counted(*block: Tensor) -> Tensor:                                # in a graph, its output comes last
         lengths.append(block[0].shape[2])
+        assert lengths[-1], "an empty block"
         return append(*block)
 
     monkeypatch.setattr(graph, "BLOCKS", blocks)

@@ -266,13 +266,14 @@ class SyncKVState(State):
         nothing = self._static[..., :0]
         static = select(weight, occupied, nothing, self._fixed_count)
         self._static.copy_(static)
-        # Contents are arbitrary if kernels are compiled but not launched.
+        # `static` is arbitrary if kernels are compiled but not launched.
         slots = self.sizes.slots
-        if padded or total < self._fixed_count:                         # then, -1 may stand for no token
+        if padded:
             mask = torch.zeros(*self._fixed.shape[:2], slots + 1, dtype=torch.bool, device=self.device)
             mask.scatter_(-1, static.where(static >= 0, slots).clamp_max(slots), True)
             self._fixed.copy_(mask[..., :-1])
         else:
+            # A prompt with fewer tokens than the static set leaves -1 in it; all its tokens are static, also the first.
             self._fixed.zero_().scatter_(-1, static.clamp(0, slots - 1), True)
         if self._count:
             taken = nothing if self.config.exclude_static else static
