@@ -4,7 +4,7 @@ With a small batch, the host takes longer to launch the kernels of a block than 
 launched as a whole. It runs the same kernels as calls without a graph, so the results have the same bits.
 
 A graph finds its data at fixed addresses. Some blocks of the prompt, a chunk, are copied to memory of the graph. A
-replay appends all of them, and their output is copied from the graph's memory. There are two such memories, and a graph
+replay appends all of them, and their output is copied from the graph's memory. The memory has two halves, with a graph
 for each: while one replay runs, a second stream copies the output of the replay before and the next chunk.
 """
 
@@ -29,8 +29,10 @@ Append = Callable[..., Tensor]
 BLOCKS = 8
 #: Elements of a block's largest tensor up to which the host is slower than the GPU.
 ELEMENTS = 2**23
-#: The most blocks of a chunk, and the most elements of its largest tensor. There are two chunks and two outputs.
-CHUNK, CHUNK_ELEMENTS = 8, 2**24
+#: The most blocks of a chunk.
+CHUNK = 8
+#: The most bytes of two chunks and their outputs, for each row of up to ROWS of a batch. One block may have more.
+CHUNK_BYTES, ROWS = 48 * 2**20, 4
 #: A chunk has at most 1/TIMES of the prompt's blocks: a capture takes the host as long as plain calls.
 TIMES = 8
 #: Shapes whose memory is kept, until the process ends.
@@ -95,10 +97,12 @@ class Memory:
     def __init__(self, prompt: Prompt) -> None:
         blocks = [prompt.chunk(tensor, 0, 1) for tensor in prompt.tensors]
         device = blocks[0].device
-        self.blocks = max(1, min(CHUNK, CHUNK_ELEMENTS // max(1, blocks[0].numel())))
+        size = sum(one.numel() * one.itemsize for one in (*blocks, blocks[0]))
+        self.blocks = max(1, min(CHUNK, CHUNK_BYTES * min(ROWS, len(prompt.output)) // (2 * size)))
+        halves = 2 if self.blocks > 1 else 1                            # a chunk of one block is always in the first
         with torch.inference_mode(False):
             self.chunk = tuple(
-                torch.empty((2, self.blocks, *one.shape[1:]), dtype=one.dtype, device=device) for one in blocks
+                torch.empty((halves, self.blocks, *one.shape[1:]), dtype=one.dtype, device=device) for one in blocks
             )
             self.output = torch.empty_like(self.chunk[0])
         #: Whether Triton takes the same kernels for all blocks of a chunk.
@@ -233,10 +237,12 @@ class BlockGraph:
 
 class _Copies:
     """The copies of chunks and their outputs. With a memory on a GPU, on a stream of their own, so that they run beside
-    the replays; it ends before the current stream goes on behind this context."""
+    the replays; it ends before the current stream goes on behind this context. Another memory may capture the same
+    stream, so that all its uses hold the lock of captures."""
 
     def __init__(self, memory: Memory | None) -> None:
         self._side = None if memory is None else memory.copies
+        self._uses: AbstractContextManager[object] = nullcontext() if self._side is None else _one_capture
         self._main: Any = None
         self._brought: Any = None
         self._appended: Any = None
@@ -244,16 +250,17 @@ class _Copies:
     def __enter__(self) -> _Copies:
         if self._side is not None:
             self._main = torch.cuda.current_stream(self._side.device)
-            self._side.wait_stream(self._main)
+            with self._uses:
+                self._side.wait_stream(self._main)
         return self
 
     def bring(self, move: Move) -> None:
         """Copy a chunk to the memory, whose half nobody reads any more: the output of the replay that did was taken."""
-        with on(self._side):
+        with self._uses, on(self._side):
             for mine, theirs in move.given:
                 mine.copy_(theirs)
-        if self._side is not None:
-            self._brought = self._side.record_event()
+            if self._side is not None:
+                self._brought = self._side.record_event()
 
     def brought(self) -> None:
         """What is launched next waits for the chunk that was copied last."""
@@ -267,14 +274,15 @@ class _Copies:
 
     def take(self, move: Move) -> None:
         """Copy the chunk's output from the memory."""
-        if self._side is not None:
-            self._side.wait_event(self._appended)
-        with on(self._side):
+        with self._uses, on(self._side):
+            if self._side is not None:
+                self._side.wait_event(self._appended)
             move.output.copy_(move.result)
 
     def __exit__(self, *_: object) -> None:
         if self._side is not None:
-            self._main.wait_stream(self._side)
+            with self._uses:
+                self._main.wait_stream(self._side)
 
 
 def captured(function: Callable[[], object], memory: Memory) -> Callable[[], None]:

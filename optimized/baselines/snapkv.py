@@ -235,9 +235,9 @@ class SnapKVState(BlockState):
             self._observe(block)
             self._compress(count, received, appended=False)
 
-    def _after(self, query: Tensor, valid: Tensor) -> None:
+    def _after(self, query: Tensor, valid: Tensor, count: int) -> None:
         # Of blocks that have a whole window, only the last one's is needed, by steps and smaller blocks.
-        if not self._early(query.shape[2]) and self.config.interval == 1:
+        if self.config.interval == 1 and not self._early(count):
             observe(query, valid, self._seen, self._window_query, self._window_positions, counted=True)
 
     def _finish_step(self, query: Tensor) -> None:

@@ -3,6 +3,7 @@ goes. The kernel that keeps codes in registers and the one that passes over the 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,15 +15,15 @@ from kvtwin.optimized._common.block_cache.pooled_choice import choose_pooled
 from kvtwin.optimized.baselines import snapkv
 
 pytestmark = pytest.mark.kind("equivalence")
-HEADS, HEAD_DIM = 3, 16
+BATCH, HEADS, HEAD_DIM = 2, 3, 16
 #: (budget, tokens of the block, window, kernel_size).
 SIZES = (
-    (5, 2, 1, 1), (12, 6, 4, 3), (40, 24, 16, 5), (33, 31, 31, 11), (64, 17, 17, 17), (200, 150, 140, 7),
+    (1, 1, 1, 1), (5, 2, 1, 1), (12, 6, 4, 3), (40, 24, 16, 5), (33, 31, 31, 11), (64, 17, 17, 17), (200, 150, 140, 7),
 )
 
 
 class Before(NamedTuple):
-    """A state's buffers when a block is in its slots. counts [H]: tokens of the cache;
+    """A row's buffers when a block is in its slots. counts [H]: tokens of the cache;
     order [H, budget]: their slots, the oldest first, then free ones; valid [Q] of the block; received [H, S]."""
 
     counts: list[int]
@@ -76,50 +77,76 @@ def expected(given: Before, head: int, budget: int, window: int, kernel_size: in
 @pytest.mark.parametrize(("budget", "count", "window", "kernel_size"), SIZES)
 def test_the_choice_is_that_of_a_list_of_tokens(budget, count, window, kernel_size, by, kind, device):
     """The window is the end of the block, or, with a ring, what the positions of the window's queries say."""
-    given = before(budget, count, kind, seed=budget)
-    asks = given.valid[-window:]
+    given = [before(budget, count, kind, seed=budget + row) for row in range(BATCH)]
+    asks = torch.stack([row.valid[-window:] for row in given])
     slots = budget + count + 3
-    occupied = torch.zeros(1, HEADS, slots, dtype=torch.bool)
-    for head, held in enumerate(given.counts):
-        occupied[0, head, :held] = True
-    occupied[:, :, budget : budget + count] = given.valid
-    counts = torch.tensor([given.counts], dtype=torch.int32) + int(given.valid.sum())
-    order = given.order.int()[None].to(device)
-    window_positions = torch.where(asks, torch.arange(window), -1)[None]
+    occupied = torch.zeros(BATCH, HEADS, slots, dtype=torch.bool)
+    for b, row in enumerate(given):
+        for head, held in enumerate(row.counts):
+            occupied[b, head, :held] = True
+        occupied[b, :, budget : budget + count] = row.valid
+    counts = occupied.sum(-1, dtype=torch.int32)
+    order = torch.stack([row.order.int() for row in given]).to(device)
+    window_positions = torch.where(asks, torch.arange(window), -1)
     if by == "registers":
         window_positions.fill_(-1)                                          # of an earlier block: not to be read
     occupied, counts, window_positions = (tensor.to(device) for tensor in (occupied, counts, window_positions))
-    numbers = torch.full((4, HEADS, slots), -7, dtype=torch.int32, device=device)
-    score, seen = torch.full((1, HEADS, slots), -1.0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    received = given.received.float()[None].to(device)
+    numbers = torch.full((4, BATCH * HEADS, slots), -7, dtype=torch.int32, device=device)
+    score = torch.full((BATCH, HEADS, slots), -1.0, device=device)
+    seen = torch.zeros(1, dtype=torch.int64, device=device)
+    received = torch.stack([row.received for row in given]).float().to(device)
     if by == "chunks":
-        token_index = torch.zeros(1, HEADS, slots, dtype=torch.int32)
-        for head, held in enumerate(given.counts):
-            token_index[0, head, given.order[head, :held]] = torch.arange(held, dtype=torch.int32)
-            token_index[0, head, budget : budget + count] = held + given.valid.cumsum(0).int() - 1
-        key = torch.zeros(1, HEADS, slots, HEAD_DIM, device=device)
+        token_index = torch.zeros(BATCH, HEADS, slots, dtype=torch.int32)
+        for b, row in enumerate(given):
+            for head, held in enumerate(row.counts):
+                token_index[b, head, row.order[head, :held]] = torch.arange(held, dtype=torch.int32)
+                token_index[b, head, budget : budget + count] = held + row.valid.cumsum(0).int() - 1
+        key = torch.zeros(BATCH, HEADS, slots, HEAD_DIM, device=device)
         compress.compress(
             window_positions, received, key, key.clone(), occupied, torch.zeros_like(occupied, dtype=torch.int64),
             score, token_index.to(device), counts.clone(), seen, counts, order, numbers, budget, budget, count,
             kernel_size, False, False,
         )
-        destination = numbers[3].view(1, HEADS, slots)[..., budget : budget + count]
+        destination = numbers[3].view(BATCH, HEADS, slots)[..., budget : budget + count]
     else:
         destination = choose_pooled(
             window_positions, received, occupied, score, seen, counts, order, numbers, budget, count, kernel_size,
             by == "registers",
         )
     assert seen.item() == count
-    for head in range(HEADS):
-        wanted = expected(given, head, budget, int(asks.sum()), kernel_size)
-        there = occupied[0, head, : budget + count].cpu()
-        assert destination[0, head].tolist() == wanted.destination
-        assert counts[0, head].item() == wanted.count
-        assert order[0, head, : wanted.count].tolist() == wanted.order
+    for b, head in product(range(BATCH), range(HEADS)):
+        wanted = expected(given[b], head, budget, int(asks[b].sum()), kernel_size)
+        there = occupied[b, head, : budget + count].cpu()
+        assert destination[b, head].tolist() == wanted.destination
+        assert counts[b, head].item() == wanted.count
+        assert order[b, head, : wanted.count].tolist() == wanted.order
         # A GPU's quotient of two float32 numbers is at most two units in the last place away.
         torch.testing.assert_close(
-            score[0, head, : budget + count].cpu()[there], torch.tensor(wanted.score)[there], rtol=2.0**-22, atol=0.0
+            score[b, head, : budget + count].cpu()[there], torch.tensor(wanted.score)[there], rtol=2.0**-22, atol=0.0
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_huge_logits_are_the_same_in_the_attention_and_in_the_weights(dtype, device):
+    """Few queries of a larger block are multiplied with keys as all of them are: if their logits, of up to 2^24 and
+    more, were rounded otherwise, weights would be 0 or infinite. Each query gives weights of 1 in all."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (
+        (torch.randn(1, heads, count, 128, generator=generator) * 2.0**12).to(dtype).to(device)
+        for heads, count in ((2, 64), (1, 300))
+    )
+    occupied = torch.ones(1, 1, 300, dtype=torch.bool, device=device)
+    softmax_parts = kernels.attend(query, key, key, occupied, 1.0).softmax_parts
+    for last in (1, 3, 8, 40):
+        weight = kernels.received(query[:, :, -last:], key, occupied, softmax_parts[..., -last:], 1.0, mean=True)
+        # Quotients of 1 and the number of queries: a sum of 80 of them errs by at most 80 * 2^-24.
+        assert weight.sum().item() == pytest.approx(1.0, rel=2.0**-17)
+        alone = torch.zeros_like(weight[0, 0])
+        best = (query[0, :, -last:].double() @ key[0, 0].double().T).masked_fill(
+            torch.arange(300, device=device) > torch.arange(300 - last, 300, device=device)[:, None], -torch.inf
+        ).argmax(-1)
+        alone.index_add_(0, best.flatten(), torch.full((best.numel(),), 1 / best.numel(), device=device))
+        assert torch.allclose(weight[0, 0], alone, rtol=0.0, atol=2.0**-17)
 
 
 def test_a_block_with_the_whole_window_takes_the_softmaxes_of_its_attention(device, monkeypatch):
@@ -146,5 +173,5 @@ def test_a_block_with_the_whole_window_takes_the_softmaxes_of_its_attention(devi
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 10, HEAD_DIM, generator=generator).to(device) for heads in (4, 2, 2))
     state.prefill(query, key, value)
-    late = ["received", "choose_pooled", "settle", "observe"]
-    assert done == late * 2 + ["observe", "weigh_window", "choose_pooled", "settle"]
+    late = ["received", "choose_pooled", "settle"]
+    assert done == late * 2 + ["observe"] + ["observe", "weigh_window", "choose_pooled", "settle"]

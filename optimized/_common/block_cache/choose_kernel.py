@@ -41,7 +41,7 @@ def threshold_of(cached, new, wanted):
     below = wanted * 0
     step = (top - base) // 3 + 1
     while step > 0:
-        # Pivots are at most two above the highest candidate's code, and so below `never`.
+        # A third is rounded up, so that pivots exceed the highest code, by a few dozen at most: they are below `never`.
         first, second = (base + step).to(cached.dtype), (base + 2 * step).to(cached.dtype)
         lower = _lower(cached, first, second) + _lower(new, first, second)
         lower_first, lower_second = lower & 0xFFFF, lower >> 16

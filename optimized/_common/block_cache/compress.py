@@ -44,7 +44,8 @@ _SLOTS_BY_AGE, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in (0, 
 
 class Between(NamedTuple):
     """Buffers passed between the launches of a compression. softmax_parts float32: see `kernels.Attended`; received
-    float32: the attention that each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel`."""
+    float32: the attention that each slot's key received; numbers [4, B * Hkv, S] int32: see `compress_kernel` and
+    `choose_pooled_kernel`."""
 
     softmax_parts: Tensor
     received: Tensor

@@ -85,7 +85,7 @@ def received(
     """Each key's weights summed over all queries, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
 
     mean: divide by the number of queries that attend to something. Arguments as in `attend`, and its softmax_parts. For
-    the last queries of a block, slices of the block's.
+    the last queries of a block, the last ones of its attention's softmax_parts, a slice.
     """
     result: Tensor = _received(query, key, stored.key_scale, occupied, softmax_parts, scale, mean, stored.fp8)
     return result
@@ -134,10 +134,11 @@ def _attention_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
     return ATTENTION_TILE if rows > 64 else (16 if rows <= 16 else 64, 64, 3, 4)
 
 
-def _received_tile(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
-    """See RECEIVED_TILE. A tile has at least one query of all heads of a group, at most 16. It has 16 rows where the
-    attention's has, and 64 otherwise, so that the same instructions multiply a query and a key in both."""
-    rows = query.shape[2] * (query.shape[1] // key.shape[1])
+def _received_tile(query: Tensor, key: Tensor, attended: int) -> tuple[int, int, int, int]:
+    """See RECEIVED_TILE. attended: the queries of the attention that computed the softmaxes. A tile has at least one
+    query of all heads of a group, at most 16. It has 16 rows where the attention's has, and 64 otherwise, so that the
+    same instructions multiply a query and a key in both."""
+    rows = attended * (query.shape[1] // key.shape[1])
     if query.dtype == torch.float32 and not INTERPRETED:
         return FLOAT32_TILE
     if SMALL_TILES:
@@ -297,7 +298,8 @@ def launch_received(
     """Launch `received_kernel` into result [B, Hkv, S] float32. If heads may be skipped, there are fewer programs with
     several blocks of keys each, since even a program that returns at once takes time."""
     shape = _shape(query, key, key)
-    rows, block, stages, warps = _received_tile(query, key)
+    attended = softmax_parts.stride(2)
+    rows, block, stages, warps = _received_tile(query, key, attended)
     heads, blocks = key.shape[0] * key.shape[1], triton.cdiv(key.shape[2], block)
     tensors, numbers = _of_window(window)
     each = 1
@@ -308,7 +310,7 @@ def launch_received(
         received_kernel[(heads * triton.cdiv(blocks, each),)](
             query, key, key, stored.key_scale, occupied, *tensors, softmax_parts, result, magnitude, rank,
             scale * LOG2_E.value, *_arguments(query, key, key, occupied), *numbers, scale_stride(stored.key_scale),
-            each, result.stride(1) if add else key.shape[2], softmax_parts.stride(0), softmax_parts.stride(2),
+            each, result.stride(1) if add else key.shape[2], softmax_parts.stride(0), attended,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
             DUE=tensors[2] is not None, MEAN=mean, ADD=add, MAGNITUDE=magnitude is not None,
             FP8=fp8_format(stored.fp8, key.device), num_warps=warps, **dependent_launch(key.device),

@@ -19,8 +19,8 @@ def observe(
 ) -> None:
     """Store the last queries of a block in a ring of W: the query of position p at index p % W.
 
-    query [B, Hq, Q, D]; valid [B, Q] bool; seen [1] int64, the tokens before the block, or
-    `counted`, with those of the block; window_query [B, Hq, W, D] and
+    query [B, Hq, Q, D]; valid [B, Q] bool; seen [1] int64, the tokens before the block, or,
+    with `counted`, those of the block included; window_query [B, Hq, W, D] and
     window_positions [B, W] int64, contiguous. The position of padding is -1.
     """
     batch, query_heads, count, head_dim = query.shape

@@ -18,6 +18,8 @@ EVICTING_WARPS = 16
 AT_ONCE = 4096
 #: Warps of such a program, with few and with many heads, and the number of heads from which there are many.
 CHOOSING_WARPS, CHOOSING_WARPS_OF_MANY, MANY = 8, 16, 32
+#: The least number of codes in a tensor of theirs: fewer take as long, and each number is compiled.
+LEAST_CODES = 1 if SMALL_TILES else 256
 #: Options of a launch that waits for one on another stream, at the begin or the end of a branch of a graph.
 INDEPENDENT = {"DEPENDENT": False}
 
@@ -177,7 +179,7 @@ def _launch(
         if at_once(budget + count, count):
             choose_kernel[(batch * heads,)](
                 *ranking, occupied, token_index, valid_seen, seen, free_slots, destination, count, came, *numbers,
-                SLOTS=triton.next_power_of_2(budget), COUNT=triton.next_power_of_2(count), **constants,
+                SLOTS=codes_at_once(budget), COUNT=codes_at_once(count), **constants,
                 num_warps=choosing_warps(batch * heads), **start,
             )
             moved = 0
@@ -188,6 +190,11 @@ def _launch(
         if moves and not moved:
             _settle(destination, tensors, budget, start)
     return destination
+
+
+def codes_at_once(number: int) -> int:
+    """The elements of a tensor for `number` codes."""
+    return max(LEAST_CODES, triton.next_power_of_2(number))
 
 
 def choosing_warps(heads: int) -> int:

@@ -14,7 +14,7 @@ from ..launch import dependent_launch, on_device_of
 from ..numerics import previous_done, sortable
 from .choose_kernel import settled
 from .evict_kernels import COUNTED, NEVER, count_all
-from .ops import INDEPENDENT, choosing_warps
+from .ops import INDEPENDENT, choosing_warps, codes_at_once
 
 #: Neighbours in a pool that are loaded at a time.
 _NEAR = tl.constexpr(8)
@@ -31,8 +31,8 @@ def choose_pooled(
     tokens' destinations, [B, Hkv, count] int32, as `ops.choose` does.
 
     received [B, Hkv, budget + count] float32: see `compress.weigh_window`. Other arguments as in `compress.compress`.
-    in_block: the window's tokens are the last ones of the block, so that window_positions [B, W] is not read;
-    otherwise, the launch before this one may be on another stream.
+    in_block: the window's tokens are the last ones of the block, so that window_positions [B, W] is not read, and the
+    launch before this one is that of `received`. Otherwise, it may be on another stream.
     """
     batch, heads, slots = occupied.shape
     destination = torch.empty(batch, heads, count, dtype=torch.int32, device=occupied.device)
@@ -41,7 +41,7 @@ def choose_pooled(
         choose_pooled_kernel[(batch * heads,)](
             window_positions, received, occupied, score, seen, counts, order, numbers, destination, budget, count,
             slots, heads, window_positions.shape[1], kernel_size, int(in_block),
-            SLOTS=triton.next_power_of_2(budget), COUNT=triton.next_power_of_2(count),
+            SLOTS=codes_at_once(budget), COUNT=codes_at_once(count),
             num_warps=choosing_warps(batch * heads), **start,
         )
     return destination
@@ -74,7 +74,7 @@ def choose_pooled_kernel(
     observers, kernel_size, in_block,
     SLOTS: tl.constexpr, COUNT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Program batch_head. SLOTS, COUNT: at least budget and count. numbers, per batch_head: what tokens received in
+    """Program batch_head. SLOTS, COUNT: at least budget and count. numbers, a head's four rows: what tokens received in
     order of arrival (bits of float32), codes of slots, free slots, and which slots' tokens stay."""
     batch_head = tl.program_id(0).to(tl.int64)
     at = batch_head * slots

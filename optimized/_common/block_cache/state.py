@@ -21,8 +21,9 @@ what it aggregates and how it ranks:
   `_carries_magnitude`, a new token's entry is ||v||_1 before `_update`; otherwise `_update` sets it.
 - `_library_attends`: whether a kernel of PyTorch may attend for a prompt of one block, because the method compares the
   queries and keys as they come and does not read the softmaxes.
-- `_chooses_early`: whether the evictions of a block do not depend on its attention. `_prepare` then runs before it,
-  `_choose` beside it, and the tokens move afterwards. Otherwise `_evict` does all.
+- `_chooses_early`: whether the evictions of a block do not depend on its attention; `_early(count)`, if that depends on
+  its size. `_prepare` then runs before it, `_choose` beside it, and the tokens move afterwards. Otherwise `_evict` does
+  all. `_after` runs after the last block of a prompt.
 - `_allocate()` makes the method's buffers. `_buffers()` returns those with rows (first axis B), which `reorder`
   permutes; `_carried` is not among them. `_clear()` resets the buffers.
 """
@@ -54,7 +55,7 @@ class Block(NamedTuple):
     """Q tokens that just arrived in slots capacity to end - 1, and the softmaxes of their queries.
 
     query [B, Hq, Q, D]; valid [B, Q] bool, False for padding; end = capacity + Q; softmax_parts [2, B, Hq, Q] float32:
-    see `kernels.Attended`; None at a decode step, and empty in `_prepare` and if a kernel of PyTorch attended.
+    see `kernels.Attended`; None at a decode step, and empty if a kernel of PyTorch attended or before the attention.
     """
 
     query: Tensor
@@ -177,19 +178,19 @@ class BlockState(State):
             output = self._append_prompt(query, key, value, occupied, padded)
         elif occupied.shape[1] <= size:
             output = self._append(query, key, value, occupied)
-            self._after(query, occupied)
         else:
             output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
             prompt = query, key, value, occupied
             full = query.shape[2] // size if graph.worth_a_graph(query, size) else 0
             graph.run_blocks(self, self._append, prompt, output, size, full, self._tensors())
-            if full:
-                self._after(query[:, :, : full * size], occupied[:, : full * size])
             for start in range(full * size, query.shape[2], size):
                 part = slice(start, start + size)
                 block = query[:, :, part], key[:, :, part], value[:, :, part], occupied[:, part]
+                if start and block[0].shape[2] < size:
+                    self._after(query[:, :, :start], occupied[:, :start], size)
                 output[:, :, part] = self._append(*block)
-                self._after(query[:, :, part], occupied[:, part])
+        if padded is None:
+            self._after(query, occupied, (query.shape[2] - 1) % size + 1)
         self._end_change()
         return output
 
@@ -215,7 +216,7 @@ class BlockState(State):
         self._start_change("step")
         valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
         output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], valid)[:, :, 0]
-        self._after(query[:, :, None], valid)
+        self._after(query[:, :, None], valid, 1)
         self._end_change()
         return output
 
@@ -261,8 +262,9 @@ class BlockState(State):
         """
         return query, self.key[:, :, :end]
 
-    def _after(self, query: Tensor, valid: Tensor) -> None:
-        """Complete one or more blocks, which are counted in `_seen`. query [B, Hq, T, D] and valid [B, T]: theirs."""
+    def _after(self, query: Tensor, valid: Tensor, count: int) -> None:
+        """Complete the blocks of a prompt, which are counted in `_seen`, or those before a last, shorter one. query
+        [B, Hq, T, D] and valid [B, T]: theirs; count: the tokens of the last one."""
 
     def _takes_prompt(self, total: int) -> bool:
         """Whether `_take_prompt` takes prompts of `total` tokens, without padding and in one block."""
