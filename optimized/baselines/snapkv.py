@@ -13,10 +13,10 @@ from ...reference.baselines.snapkv import CompressResult, SnapKVConfig
 from ...reference.blocks import AttendResult
 from .._common import prompt_selection
 from .._common.block_cache import kernels as kernels
+from .._common.block_cache import ops
 from .._common.block_cache.compress import between, weigh_window
 from .._common.block_cache.compress import compress as compress_cache
 from .._common.block_cache.observe import observe
-from .._common.block_cache.ops import at_once, settle
 from .._common.block_cache.pooled_choice import choose_pooled
 from .._common.block_cache.state import Block, BlockState, check_block
 from .._common.launch import check_kernel_sizes, check_launchable
@@ -226,8 +226,8 @@ class SnapKVState(BlockState):
             block.query[:, :, last], self.key[:, :, :end], self.occupied[..., :end], block.softmax_parts[..., last],
             self.scale, mean=True,
         )
-        if at_once(end, count):
-            settle(
+        if ops.at_once(end, count):
+            ops.settle(
                 self._choose_pooled(received, count, in_block=True), self.key, self.value, self.occupied,
                 self.positions, self._score, self._token_index, None, config.budget, apart=False,
             )
@@ -250,7 +250,7 @@ class SnapKVState(BlockState):
 
     def _choose(self, prepared: None, count: int) -> Tensor:
         received, budget = self._between.received, self.config.budget
-        if at_once(budget + count, count):
+        if ops.at_once(budget + count, count):
             return self._choose_pooled(received, count, in_block=False)
         self._compress(count, received, appended=False, moves=False)
         return self._between.numbers[3].view(self.occupied.shape)[..., budget : budget + count]

@@ -162,7 +162,7 @@ def test_a_block_with_the_whole_window_takes_the_softmaxes_of_its_attention(devi
 
         monkeypatch.setattr(module, name, noting)
 
-    for name in ("weigh_window", "choose_pooled", "observe", "settle"):
+    for name in ("weigh_window", "choose_pooled", "observe"):
         note(snapkv, name)
     note(kernels, "received")
     note(ops, "settle")

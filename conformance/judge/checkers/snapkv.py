@@ -36,6 +36,8 @@ SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 #: Compresses after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"interval": 3, "block_size": 5},)
 GROUPINGS = ({"interval": 3},)
+#: In blocks, not as a whole prompt.
+COMPILED = ({"block_size": 2},)
 SCORES_WHEN_DUE = True
 
 

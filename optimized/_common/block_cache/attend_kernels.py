@@ -246,7 +246,7 @@ def attention_kernel(
 
 @triton.jit
 def _receive_tiles(
-    k, at, total, query, softmax_parts, query_positions, scale, first, count, past, parts_all, parts_h, query_h,
+    k, at, last, total, query, softmax_parts, query_positions, scale, first, count, past, parts_all, parts_h, query_h,
     query_q, query_d, asks_q,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     POSITIONS: tl.constexpr, STAGES: tl.constexpr,
@@ -254,8 +254,8 @@ def _receive_tiles(
     """Add to total [ROWS, BLOCK] the weights that the queries from tile `first` on give to the keys k [BLOCK, D_PAD].
 
     A tile has QUERIES queries of all heads of the group: row = query * GROUP + head of the group. `at` [BLOCK]: the
-    keys' slots (positions). Each row of total sums one row of every tile, so that rows are added once, at the end.
-    Pointers are at the KV head."""
+    keys' slots (positions), up to `last`. Each row of total sums one row of every tile, so that rows are added once, at
+    the end. Pointers are at the KV head."""
     d = tl.arange(0, D_PAD)
     row = tl.arange(0, ROWS)
     head = row % GROUP
@@ -274,9 +274,9 @@ def _receive_tiles(
         weight = tl.exp2(multiply(dot(q, tl.trans(k)), scale) - shift[:, None])  # [ROWS, BLOCK]
         if POSITIONS:
             sees = tl.load(query_positions + (begin + nth).to(tl.int64) * asks_q, mask=valid, other=-1)
-        else:
-            sees = past + begin + nth
-        weight = tl.where(at[None, :] <= sees[:, None], weight, 0.0)
+            weight = tl.where(at[None, :] <= sees[:, None], weight, 0.0)
+        elif last > past + begin:                                      # otherwise, all queries attend to all keys
+            weight = tl.where(at[None, :] <= (past + begin + nth)[:, None], weight, 0.0)
         # Padding queries may be NaN. (Loading a mask first would delay the queries.)
         total += tl.where((inverse != 0.0)[:, None], weight, 0.0) * inverse[:, None]
     return total
@@ -288,11 +288,12 @@ def _receive_block(
     slots, count, parts_all, parts_h, result_h, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, MAGNITUDE: tl.constexpr, STAGES: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, WAITS: tl.constexpr,
 ):
     """The weights that all queries of the group give to the keys from slot `first` on. Pointers are at the KV head,
     except result, magnitude and rank. parts_all, parts_h: from a query's shift to its inverse sum, and to that of the
-    next head."""
+    next head. With WAITS, the previous launch, the attention, is still to end: of what is read, it writes
+    softmax_parts."""
     d = tl.arange(0, D_PAD).to(tl.int64)
     s = first + tl.arange(0, BLOCK)
     s64 = s.to(tl.int64)
@@ -320,13 +321,14 @@ def _receive_block(
     at = s
     if POSITIONS:
         at = tl.load(positions + s64 * position_s, mask=holds, other=0)
+    previous_done(WAITS)
     nearest = tl.maximum(first - past, 0) // QUERIES                   # earlier tiles attend to none of these keys
     if POSITIONS:
         nearest = first * 0
     # One loop, also for keys to which all queries attend: two would wait for each other's loads.
     total = _receive_tiles(
-        k, at, total, query, softmax_parts, query_positions, scale, nearest, count, past, parts_all, parts_h,
-        query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, POSITIONS, STAGES,
+        k, at, first + BLOCK - 1, total, query, softmax_parts, query_positions, scale, nearest, count, past, parts_all,
+        parts_h, query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, POSITIONS, STAGES,
     )
     received = tl.where(holds, tl.sum(total, 0) / divisor, 0.0)
     into = batch_head * result_h + s
@@ -354,7 +356,8 @@ def received_kernel(
     """Program (block of keys, KV head, row of the batch): the weights that all queries of the group give to these keys.
     With DUE, a program takes `each` blocks of keys, else one. With ADD, they are added to `result`; with MAGNITUDE, the
     sums times `magnitude` are stored in `rank`."""
-    previous_done(DEPENDENT)
+    if DUE:                                                            # before a program may return
+        previous_done(DEPENDENT)
     blocks = tl.cdiv(slots, BLOCK)
     if DUE:
         blocks = tl.cdiv(blocks, each)
@@ -380,14 +383,14 @@ def received_kernel(
                 first, batch_head, query, key, occupied, query_positions, positions, softmax_parts, result, magnitude,
                 rank, scale, slots, count, parts_all, parts_h, result_h, query_h * UNIT, query_q * UNIT, query_d,
                 key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS,
-                MEAN, ADD, MAGNITUDE, STAGES, FP8,
+                MEAN, ADD, MAGNITUDE, STAGES, FP8, False,
             )
     else:
         _receive_block(
             number * BLOCK, batch_head, query, key, occupied, query_positions, positions, softmax_parts, result,
             magnitude, rank, scale, slots, count, parts_all, parts_h, result_h, query_h * UNIT, query_q * UNIT, query_d,
             key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN,
-            ADD, MAGNITUDE, STAGES, FP8,
+            ADD, MAGNITUDE, STAGES, FP8, DEPENDENT,
         )
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..numerics import previous_done
-from .evict_kernels import NEVER, code_of, count_all, ends_of
+from .evict_kernels import NEVER, code_among, count_all, ends_of, tokens_of
 
 
 @triton.jit
@@ -98,25 +98,27 @@ def choose_kernel(
 ):
     """Program batch_head: the destination of each token of the block, as `evict_kernel` stores it. SLOTS, COUNT: at
     least budget and count."""
-    previous_done(DEPENDENT)
     batch_head = tl.program_id(0).to(tl.int64)
     at = batch_head * slots
     rank += batch_head * rank_h
     protected += batch_head * protected_h
     occupied += at
     token_index += at
-    count_all(seen, came)
     recent_from = tl.where(recent > 0, tl.load(valid_seen + batch_head) - recent, NEVER)
     _, never = ends_of(tl.int64 if rank.dtype.element_ty == tl.int64 else tl.int32)
     c, n = tl.arange(0, SLOTS), tl.arange(0, COUNT)
-    cached, held = code_of(
-        c, budget, rank, protected, occupied, token_index, sinks, recent_from, never, BY_AGE, PROTECTED
-    )
-    new, arrived = code_of(
-        n, count, rank + budget, protected + budget, occupied + budget, token_index + budget, sinks, recent_from, never,
-        BY_AGE, PROTECTED,
-    )
+    held, index = tokens_of(c, budget, occupied, token_index)
+    arrived, new_index = tokens_of(n, count, occupied + budget, token_index + budget)
     leave = tl.sum(tl.where(held, 1, 0), 0) + tl.sum(tl.where(arrived, 1, 0), 0) - budget
+    # The previous launch may write ranks and masks, and counted and placed no tokens.
+    previous_done(DEPENDENT)
+    count_all(seen, came)
+    cached = code_among(
+        c, budget, held, index, rank, protected, sinks, recent_from, never, BY_AGE, PROTECTED
+    )
+    new = code_among(
+        n, count, arrived, new_index, rank + budget, protected + budget, sinks, recent_from, never, BY_AGE, PROTECTED
+    )
     _, to, _, _ = settled(
         cached, new, held, arrived, leave, free_slots + batch_head * count, c, n, budget, count
     )

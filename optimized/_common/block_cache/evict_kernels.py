@@ -109,9 +109,22 @@ def code_of(
 ):
     """The ranks of slots s, float32 or int64, as integers in the order of eviction, `never` for slots that are not
     candidates. Also whether there is a token. Pointers are at the head."""
-    # Free slots are read as well, so that no load waits for another.
+    holds, index = tokens_of(s, end, occupied, token_index)
+    return code_among(s, end, holds, index, rank, protected, sinks, recent_from, never, BY_AGE, PROTECTED), holds
+
+
+@triton.jit
+def tokens_of(s, end, occupied, token_index):
+    """Whether slots s hold tokens, and their indices, arbitrary for free slots: no load waits for another."""
     holds = tl.load(occupied + s, mask=s < end, other=0) != 0
-    index = tl.load(token_index + s, mask=s < end, other=0)
+    return holds, tl.load(token_index + s, mask=s < end, other=0)
+
+
+@triton.jit
+def code_among(
+    s, end, holds, index, rank, protected, sinks, recent_from, never, BY_AGE: tl.constexpr, PROTECTED: tl.constexpr
+):
+    """The codes of `code_of`, after `tokens_of`."""
     candidate = holds & (index >= sinks) & (index < recent_from)
     if PROTECTED:
         candidate = candidate & (tl.load(protected + s, mask=s < end, other=1) == 0)
@@ -120,7 +133,7 @@ def code_of(
         code = tl.load(rank + s, mask=s < end, other=0)
         if rank.dtype.element_ty == tl.float32:
             code = sortable(code)
-    return tl.where(candidate, code, never), holds
+    return tl.where(candidate, code, never)
 
 
 @triton.jit
