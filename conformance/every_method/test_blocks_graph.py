@@ -118,16 +118,22 @@ def test_blocks_by_a_graph_have_the_bits_of_plain_calls(pair, total, device, mon
 
 
 @pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name == "snapkv"], ids=str)
-def test_steps_after_a_prompt_by_a_graph_know_its_last_queries(pair, device, monkeypatch):
-    """Blocks that have SnapKV's whole window do not store its queries, but the prompt does in the end."""
+def test_steps_after_a_prompt_by_a_graph_know_its_last_queries(pair, device):
+    """Blocks that have SnapKV's whole window do not store its queries, but the prompt does in the end, as a block that
+    is appended alone."""
     size = 4                                                               # even: in the interpreter, see `ops.at_once`
     state, plain = (state_of(pair, device, block_size=size) for _ in range(2))
     assert pair.config is not None and state.config.observers <= size
     prompt = prompt_of(0, device, size * LEAST)
     output = state.prefill(**prompt)
-    with monkeypatch.context() as without:
-        without.setattr(graph, "BLOCKS", size * LEAST)
-        assert_same(output, plain.prefill(**prompt), what="output of the prompt")
+    parts = [
+        plain.append_block(**{
+            name: tensor[..., start : start + size] if name == "occupied" else tensor[:, :, start : start + size]
+            for name, tensor in prompt.items()
+        })
+        for start in range(0, size * LEAST, size)
+    ]
+    assert_same(output, torch.cat(parts, 2), what="output of the prompt")
     assert state in graph._graphs
     for step in range(3):
         part = {name: prompt[name][:, :, step] for name in ("query", "key", "value")}
