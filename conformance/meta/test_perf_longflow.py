@@ -27,7 +27,7 @@ def test_every_gated_benchmark_has_thresholds_and_the_other_way_round(bench):
     thresholds = perf_module("gate").load(PERF / "thresholds" / "longflow.toml")
     paged = {f"step_over_pages[{bench.STEPS[0]}-{size}]" for size in bench.PAGE_SIZES}
     fp8 = {f"decode_attention_fp8[{bench.STEPS[0]}-{name}]" for name in ("e4m3", "e5m2")}
-    prompt = {f"whole_prompt[{shape}]" for shape in perf_module("bench_prompts").SHAPES if shape.batch == 1}
+    prompt = {f"whole_prompt[{shape}]" for shape in perf_module("bench_prompts").SHAPES}
     assert thresholds.keys() == {f"step[{shape}]" for shape in bench.STEPS} | paged | fp8 | prompt
 
 
