@@ -400,6 +400,18 @@ def test_a_chunk_whose_capture_fails_is_appended_block_by_block(device, monkeypa
     assert torch.equal(output, prompt + 1)
 
 
+@pytest.mark.parametrize(("batch", "size", "blocks"), [(1, 128, 8), (8, 128, 4), (1, 2048, 1)])
+def test_a_graph_s_memory_has_a_limit_for_each_row(batch, size, blocks, device, monkeypatch):
+    """Two chunks and their outputs, in bytes; a block of more than half of it has one of each."""
+    monkeypatch.undo()                                                     # the sizes of this file are small
+    query, key = (torch.empty(batch, heads, size, 128, dtype=torch.bfloat16, device=device) for heads in (32, 8))
+    valid = torch.empty(batch, size, dtype=torch.bool, device=device)
+    memory = graph.Memory(graph.Prompt((query, key, key, valid), query, size, 1))
+    assert memory.blocks == blocks
+    taken = sum(tensor.numel() * tensor.itemsize for tensor in (*memory.chunk, memory.output))
+    assert taken <= batch * 48 * 2**20
+
+
 @pytest.mark.parametrize("contiguous", [True, False], ids=["heads-first", "tokens-first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool], ids=str)
 def test_larger_elements_are_copied_where_the_layout_allows(dtype, contiguous):

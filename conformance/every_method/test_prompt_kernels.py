@@ -19,6 +19,7 @@ from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized._common import library_attention, prompt_attention
+from kvtwin.optimized._common.block_cache import ops
 from kvtwin.optimized._common.block_cache import state as block_state
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -229,3 +230,26 @@ def test_a_row_without_tokens_has_an_empty_range(device):
     occupied = torch.tensor([[False, False], [True, False]], device=device)
     start, end = library_attention.token_ranges(occupied)[0]
     assert start >= end
+
+
+@pytest.mark.parametrize("name", ["random", "streaming_llm"])
+def test_evictions_behind_pytorchs_kernel_wait_for_its_end(name, device, monkeypatch):
+    """Whether such a kernel lets the next launch start before earlier ones have ended is not ours to know."""
+    pair = next(pair for pair in discovery.methods() if pair.name == name)
+    state, prompt = state_and_prompt(pair, min(LENGTHS[device.type].values()), "none", device)
+    events: list[str] = []
+    attend_prompt, launch = state._attend_prompt, ops.dependent_launch
+
+    def attending(*arguments: Any, **options: Any) -> Tensor:
+        events.append("attends")
+        return attend_prompt(*arguments, **options)
+
+    def launching(where: torch.device) -> dict[str, bool]:
+        events.append("starts early")
+        return launch(where)
+
+    monkeypatch.setattr(state, "_attend_prompt", attending)
+    monkeypatch.setattr(ops, "dependent_launch", launching)
+    state.prefill(**prompt)
+    assert state.prompt_kernel in LENGTHS[device.type]
+    assert events == ["starts early", "attends"], "only the arrival's launch, before the attention, may start early"

@@ -92,7 +92,8 @@ class Move(NamedTuple):
 
 class Memory:
     """What the graphs of the same shapes on the same stream share, since they run one after the other: two chunks and
-    their outputs, the streams of captures and of copies, and the pool of all other tensors."""
+    their outputs (one if a chunk has one block), the streams of captures and of copies, and the pool of all other
+    tensors."""
 
     def __init__(self, prompt: Prompt) -> None:
         blocks = [prompt.chunk(tensor, 0, 1) for tensor in prompt.tensors]
@@ -303,7 +304,7 @@ def captured(function: Callable[[], object], memory: Memory) -> Callable[[], Non
         finally:
             _capture.branch = None
         graph.capture_end()
-    stream.wait_stream(memory.stream)
+        stream.wait_stream(memory.stream)                              # before another memory may capture it
     return graph.replay
 
 

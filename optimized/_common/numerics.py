@@ -144,9 +144,9 @@ def round_output(x, dtype: tl.constexpr):
 
 @triton.jit
 def previous_done(DEPENDENT: tl.constexpr):
-    """With DEPENDENT, wait until the previous launch has ended, then let the next one start. The first statement of a
-    kernel: nothing may be written before it, and nothing read that the previous launch writes. All such kernels wait
-    before they let the next one start, so that all launches before the previous one have ended in any case."""
+    """With DEPENDENT, wait until the previous launch has ended, then let the next one start. Every program calls it.
+    Before it, nothing may be written, and nothing read that the previous launch writes. All such kernels wait before
+    they let the next one start, so that all launches before the previous one have ended in any case."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -110,7 +110,7 @@ def choose_kernel(
     held, index = tokens_of(c, budget, occupied, token_index)
     arrived, new_index = tokens_of(n, count, occupied + budget, token_index + budget)
     leave = tl.sum(tl.where(held, 1, 0), 0) + tl.sum(tl.where(arrived, 1, 0), 0) - budget
-    # The previous launch may write ranks and masks, and counted and placed no tokens.
+    # The previous launch may write ranks and masks, but none of what was read so far: see `ops.evict`.
     previous_done(DEPENDENT)
     count_all(seen, came)
     cached = code_among(

@@ -85,7 +85,8 @@ def received(
     """Each key's weights summed over all queries, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
 
     mean: divide by the number of queries that attend to something. Arguments as in `attend`, and its softmax_parts. For
-    the last queries of a block, the last ones of its attention's softmax_parts, a slice.
+    the last queries of a block, the last ones of its attention's softmax_parts, a slice. The
+    launch before this one is that attention: keys are read before it has ended.
     """
     result: Tensor = _received(query, key, stored.key_scale, occupied, softmax_parts, scale, mean, stored.fp8)
     return result

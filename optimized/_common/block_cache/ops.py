@@ -136,7 +136,7 @@ def _(
 def evict(
     rank: Tensor | None, protected: Tensor | None, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
-    budget: int, count: int, came: int, sinks: int, recent: int,
+    budget: int, count: int, came: int, sinks: int, recent: int, apart: bool = False,
 ) -> None:
     """Each head evicts down to `budget`: the lowest rank first, ties to the lowest slot. Kept tokens of the block, in
     slots budget to budget + count - 1, take the free slots in ascending order, and the block's slots become free.
@@ -144,23 +144,26 @@ def evict(
     rank [B, Hkv, end] float32 or int64 (from 0 to 2^61), or None for age; protected likewise, bool or None. The oldest
     `sinks` and the newest `recent` tokens are protected too. carried [B, Hkv, S], float32 or int64, moves with the
     tokens, or None. Adds `came` to seen.
+
+    The launch before this one writes none of occupied, token_index and valid_seen, and waits before it lets this one
+    start, if it does that early. Otherwise, `apart`.
     """
     tensors = key, value, occupied, positions, score, token_index, carried
-    _launch(rank, protected, tensors, valid_seen, seen, budget, count, came, sinks, recent, moves=True)
+    _launch(rank, protected, tensors, valid_seen, seen, budget, count, came, sinks, recent, moves=True, apart=apart)
 
 
 @evict.register_fake
 def _(
     rank: Tensor | None, protected: Tensor | None, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
     score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
-    budget: int, count: int, came: int, sinks: int, recent: int,
+    budget: int, count: int, came: int, sinks: int, recent: int, apart: bool = False,
 ) -> None:
     return None
 
 
 def _launch(
     rank: Tensor | None, protected: Tensor | None, tensors: tuple[Tensor | None, ...], valid_seen: Tensor, seen: Tensor,
-    budget: int, count: int, came: int, sinks: int, recent: int, *, moves: bool,
+    budget: int, count: int, came: int, sinks: int, recent: int, *, moves: bool, apart: bool = False,
 ) -> Tensor:
     """`choose`, and with `moves` what `settle` does. tensors: those of `evict`; without moves only occupied and
     token_index."""
@@ -174,7 +177,7 @@ def _launch(
     ranking = token_index if rank is None else rank, occupied if protected is None else protected
     constants = {"BY_AGE": rank is None, "PROTECTED": protected is not None}
     numbers = slots, *(0 if mask is None else mask.stride(1) for mask in (rank, protected)), budget, sinks, recent
-    start = dependent_launch(occupied.device) if moves else INDEPENDENT
+    start = dependent_launch(occupied.device) if moves and not apart else INDEPENDENT
     with on_device_of(occupied):
         if at_once(budget + count, count):
             choose_kernel[(batch * heads,)](

@@ -23,7 +23,7 @@ what it aggregates and how it ranks:
   queries and keys as they come and does not read the softmaxes.
 - `_chooses_early`: whether the evictions of a block do not depend on its attention; `_early(count)`, if that depends on
   its size. `_prepare` then runs before it, `_choose` beside it, and the tokens move afterwards. Otherwise `_evict` does
-  all. `_after` runs after the last block of a prompt.
+  all. `_after` runs after the last block of a prompt, and before a shorter last one.
 - `_allocate()` makes the method's buffers. `_buffers()` returns those with rows (first axis B), which `reorder`
   permutes; `_carried` is not among them. `_clear()` resets the buffers.
 """
@@ -337,6 +337,7 @@ class BlockState(State):
         """Update scores, choose evictions, and move the kept tokens of a block that is in its slots. Add a block's
         tokens to `_seen`, which a decode step does itself."""
         came = 0 if block.softmax_parts is None else count
+        library = block.softmax_parts is not None and not block.softmax_parts.numel()
         rank, protected = self._update(block)
         if self._ranks is not None:
             assert rank is not None and protected is None
@@ -345,6 +346,7 @@ class BlockState(State):
         ops.evict(
             rank, protected, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
             self._carried, self._valid_seen, self._seen, self.config.budget, count, came, self._sinks, self._recent,
+            library,                                                    # nobody knows when its kernel lets others start
         )
 
     def _prepare(self, block: Block) -> Any:
