@@ -271,12 +271,13 @@ def test_representatives_start_at_even_distances(side, twins, device):
 
 
 @pytest.mark.property("decisions")
+@pytest.mark.parametrize("unit", [1.0, 1.37])
 @SIDES
-def test_representatives_tell_close_keys_apart(side, twins, device):
+def test_representatives_tell_close_keys_apart(side, unit, twins, device):
     """Three groups, 200 apart, of tokens that differ by 1. With dot products of 8 or 11 bits, all three seem equally
-    near."""
+    near. With the second unit, no number has few bits."""
     places = (1, 3, 2, 202, 201, 203, -199, -198, -197)
-    found = of(twins, side).select_representatives(line(device, *map(float, places)), 3)
+    found = of(twins, side).select_representatives(line(device, *(unit * place for place in places)), 3)
     assert found.assignments[-1].tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert found.indices.tolist() == [2, 3, 7]
 

@@ -52,7 +52,7 @@ def test_segments_go_with_their_rows_and_nothing_outlasts_a_reset(budget, twins,
     run((0, 1, 2), 2)
     both.reset()
     both.prefill(*tokens(generator, device, 2 * tau + 1))
-    run((4,), 4)
+    run((4, 0, 1), 4)
 
 
 @pytest.mark.kind("equivalence")

@@ -112,19 +112,24 @@ def bfloat16_terms(x):
 
 @triton.jit
 def add_gram(leading, rest, x):
-    """Add x x^T to leading + rest [TOKENS, TOKENS], for some channels of x [TOKENS, CHANNELS] float32.
+    """Add x x^T to `whole_gram` of leading and rest [TOKENS, TOKENS], for some channels of x [TOKENS, CHANNELS]
+    float32.
 
     Of the nine products of parts, those are omitted that are together below 2^-23 |x_i| |x_j|.
     """
     high, middle, low = bfloat16_terms(x)
-    high_t, middle_t, low_t = tl.trans(high), tl.trans(middle), tl.trans(low)
+    high_t, half_t = tl.trans(high), tl.trans((middle * 0.5).to(middle.dtype))
     leading = tl.dot(high, high_t, leading, input_precision="ieee")
     rest = tl.dot(low, high_t, rest, input_precision="ieee")
-    rest = tl.dot(high, low_t, rest, input_precision="ieee")
-    rest = tl.dot(middle, middle_t, rest, input_precision="ieee")
+    rest = tl.dot(middle, half_t, rest, input_precision="ieee")
     rest = tl.dot(middle, high_t, rest, input_precision="ieee")
-    rest = tl.dot(high, middle_t, rest, input_precision="ieee")
     return leading, rest
+
+
+@triton.jit
+def whole_gram(leading, rest):
+    """The Gram matrix. Of two products of different parts, `rest` has one; of the product of equal parts, half."""
+    return leading + (rest + tl.trans(rest))
 
 
 @triton.jit
@@ -248,8 +253,9 @@ def representatives_kernel(
                 x = float32(tl.load(rows + d.to(tl.int64)[None, :] * key_d, mask=mask, other=0.0))
                 leading, rest = add_gram(leading, rest, centred(x, holds, size))
             rows += key_h * UNIT
+        gram = whole_gram(leading, rest)
         kept = representatives(
-            leading + rest, holds, size, keep.to(tl.int32), assignments, TOKENS, CLUSTERS, ITERATIONS, RECORD
+            gram, holds, size, keep.to(tl.int32), assignments, TOKENS, CLUSTERS, ITERATIONS, RECORD
         )
         if RECORD:
             place = tl.cumsum(kept.to(tl.int32), 0) - 1

@@ -79,21 +79,19 @@ def fp8_scale(amax):
 @triton.jit
 def _index_e2m1(a, s):
     """The index of the E2M1 magnitude nearest to a / s, ties to the even index. s > 0 must have few enough bits."""
-    return (
-        (a > s * 0.25).to(tl.int32) + (a >= s * 0.75).to(tl.int32) + (a > s * 1.25).to(tl.int32)
-        + (a >= s * 1.75).to(tl.int32) + (a > s * 2.5).to(tl.int32) + (a >= s * 3.5).to(tl.int32)
-        + (a > s * 5.0).to(tl.int32)
-    )
+    high = a >= s * 1.75
+    middle = a >= s * tl.where(high, 3.5, 0.75)
+    low = a > s * tl.where(high, tl.where(middle, 5.0, 2.5), tl.where(middle, 1.25, 0.25))
+    return high.to(tl.int32) * 4 + middle.to(tl.int32) * 2 + low.to(tl.int32)
 
 
 @triton.jit
 def _index_int4(a, s):
     """As `_index_e2m1`, for the magnitudes 0 to 7."""
-    return (
-        (a > s * 0.5).to(tl.int32) + (a >= s * 1.5).to(tl.int32) + (a > s * 2.5).to(tl.int32)
-        + (a >= s * 3.5).to(tl.int32) + (a > s * 4.5).to(tl.int32) + (a >= s * 5.5).to(tl.int32)
-        + (a > s * 6.5).to(tl.int32)
-    )
+    high = a >= s * 3.5
+    middle = a >= s * tl.where(high, 5.5, 1.5)
+    low = a > s * tl.where(high, tl.where(middle, 6.5, 4.5), tl.where(middle, 2.5, 0.5))
+    return high.to(tl.int32) * 4 + middle.to(tl.int32) * 2 + low.to(tl.int32)
 
 
 @triton.jit

@@ -60,12 +60,37 @@ def _store_values(
 
 
 @triton.jit
+def _value_scales(size, scales_at, there, FORMAT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                  HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr):
+    """The scale of each element of values with magnitudes size [TOKENS, D_PAD], from those of GROUP channels of its
+    token. Stores the scales of the tokens `there` from scales_at [TOKENS] on."""
+    PER_TOKEN: tl.constexpr = (HEAD_DIM + GROUP - 1) // GROUP
+    if D_PAD % GROUP == 0:
+        MANY: tl.constexpr = D_PAD // GROUP
+        n = tl.arange(0, MANY)
+        scale = decode_scale(scale_code(tl.max(tl.reshape(size, (TOKENS, MANY, GROUP)), 2), FORMAT))
+        tl.store(
+            scales_at[:, None] + n[None, :] * BLOCK, scale_to_byte(scale).to(tl.uint8),
+            mask=there[:, None] & (n < PER_TOKEN)[None, :],
+        )
+        return tl.reshape(tl.broadcast_to(scale[:, :, None], (TOKENS, MANY, GROUP)), (TOKENS, D_PAD))
+    else:
+        scales = tl.zeros([TOKENS, D_PAD], tl.float32)
+        for number in range(PER_TOKEN):
+            mine = (tl.arange(0, D_PAD) // GROUP == number)[None, :]
+            one = decode_scale(scale_code(tl.max(tl.where(mine, size, 0.0), 1), FORMAT))
+            tl.store(scales_at + number * BLOCK, scale_to_byte(one).to(tl.uint8), mask=there)
+            scales = tl.where(mine, one[:, None], scales)
+        return scales
+
+
+@triton.jit
 def _store_quantized(
-    k, v, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads, groups, row_words,
-    base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+    x, VALUES: tl.constexpr, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads,
+    groups, row_words, base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Quantize keys and values [TOKENS, D_PAD] float32 of one KV head as one group, and store the tokens `there` in
+    """Quantize keys, or values, x [TOKENS, D_PAD] float32 of one KV head as one group, and store the tokens `there` in
     their slots."""
     d = tl.arange(0, D_PAD)
     WIDTH: tl.constexpr = (HEAD_DIM + 4 * LANES - 1) // (4 * LANES)
@@ -74,52 +99,66 @@ def _store_quantized(
     record = record_at(b, tl.load(physical + slot // BLOCK, mask=there, other=0), h, row_words, base, heads, RECORD)
     place = slot % BLOCK
     scales_at = (b * groups + group) * heads + h
+    size = magnitude(x)
     if FORMAT == "fp8":
-        key_scale = fp8_scale(tl.max(tl.max(magnitude(k), 1), 0))
-        value_scale = fp8_scale(tl.max(tl.max(magnitude(v), 1), 0))
-        tl.store(chunk_scales + scales_at * 2, key_scale)
-        tl.store(chunk_scales + scales_at * 2 + 1, value_scale)
-        key_codes, value_codes = encode(k, key_scale, FORMAT), encode(v, value_scale, FORMAT)
+        scale = fp8_scale(tl.max(tl.max(size, 1), 0))
+        tl.store(chunk_scales + scales_at * 2 + VALUES, scale)
+        codes = encode(x, scale, FORMAT)
+    elif VALUES:
+        value_scales_at = pool + (record + 2 * BLOCK * WIDTH) * 4 + place
+        codes = encode(
+            x, _value_scales(size, value_scales_at, there, FORMAT, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS), FORMAT
+        )
     else:
-        key_scale = decode_scale(scale_code(tl.max(magnitude(k), 0), FORMAT))
+        key_scale = decode_scale(scale_code(tl.max(size, 0), FORMAT))
         tl.store(
             key_scales + scales_at * ((HEAD_DIM + 3) // 4 * 4) + scale_at(d, LANES, HEAD_DIM),
             scale_to_byte(key_scale).to(tl.uint8), mask=d < HEAD_DIM
         )
-        key_codes = encode(k, key_scale[None, :], FORMAT)
-        size = magnitude(v)
-        value_scale = tl.zeros([TOKENS, D_PAD], tl.float32)
-        value_scale_at = pool + (record + 2 * BLOCK * WIDTH) * 4 + place
-        for n in range(PER_TOKEN):
-            mine = (d // GROUP == n)[None, :]
-            one = decode_scale(scale_code(tl.max(tl.where(mine, size, 0.0), 1), FORMAT))
-            tl.store(value_scale_at + n * BLOCK, scale_to_byte(one).to(tl.uint8), mask=there)
-            value_scale = tl.where(mine, one[:, None], value_scale)
-        value_codes = encode(v, value_scale, FORMAT)
-    _store_keys(words + record + place * WIDTH, key_codes, there, HEAD_DIM, D_PAD, LANES, TOKENS)
-    values_at = halves + (record + BLOCK * WIDTH) * 2 + value_slot(place, LANES, BLOCK, HEAD_DIM)
-    _store_values(values_at, value_codes, there, HEAD_DIM, D_PAD, LANES, BLOCK, TOKENS)
+        codes = encode(x, key_scale[None, :], FORMAT)
+    if VALUES:
+        values_at = halves + (record + BLOCK * WIDTH) * 2 + value_slot(place, LANES, BLOCK, HEAD_DIM)
+        _store_values(values_at, codes, there, HEAD_DIM, D_PAD, LANES, BLOCK, TOKENS)
+    else:
+        _store_keys(words + record + place * WIDTH, codes, there, HEAD_DIM, D_PAD, LANES, TOKENS)
 
 
 @triton.jit
 def _store_whole(
-    k, v, slot, there, words, halves, physical, b, h, heads, row_words, base, FORMAT: tl.constexpr,
+    x, VALUES: tl.constexpr, slot, there, words, halves, physical, b, h, heads, row_words, base, FORMAT: tl.constexpr,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """Store keys and values [TOKENS, D_PAD], in the dtype of the cache, of the tokens `there`, bit by bit."""
+    """Store keys, or values, x [TOKENS, D_PAD], in the dtype of the cache, of the tokens `there`, bit by bit."""
     d = tl.arange(0, D_PAD)
     mask = there[:, None] & (d < HEAD_DIM)[None, :]
     page = tl.load(physical + slot // BLOCK, mask=there, other=0)
     record = record_of_whole(b, page, h, row_words, base, heads, FORMAT, BLOCK, HEAD_DIM)
     if FORMAT == "float32":
-        at = words + (record + slot % BLOCK * HEAD_DIM)[:, None] + d[None, :]
-        tl.store(at, k.to(tl.int32, bitcast=True), mask=mask)
-        tl.store(at + BLOCK * HEAD_DIM, v.to(tl.int32, bitcast=True), mask=mask)
+        at = words + (record + slot % BLOCK * HEAD_DIM)[:, None] + d[None, :] + VALUES * BLOCK * HEAD_DIM
+        tl.store(at, x.to(tl.int32, bitcast=True), mask=mask)
     else:
         WIDTH: tl.constexpr = (HEAD_DIM + 1) // 2
-        at = halves + ((record + slot % BLOCK * WIDTH) * 2)[:, None] + d[None, :]
-        tl.store(at, k.to(tl.int16, bitcast=True), mask=mask)
-        tl.store(at + 2 * BLOCK * WIDTH, v.to(tl.int16, bitcast=True), mask=mask)
+        at = halves + ((record + slot % BLOCK * WIDTH) * 2)[:, None] + d[None, :] + VALUES * 2 * BLOCK * WIDTH
+        tl.store(at, x.to(tl.int16, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _store_half(
+    x, VALUES: tl.constexpr, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads,
+    groups, row_words, base, FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """Store the keys, or with VALUES the values, x [TOKENS, D_PAD] of a group's tokens `there`."""
+    if LANES == 0:
+        _store_whole(
+            x, VALUES, slot, there, words, halves, physical, b, h, heads, row_words, base, FORMAT, BLOCK, HEAD_DIM,
+            D_PAD,
+        )
+    else:
+        _store_quantized(
+            float32(x), VALUES, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h,
+            heads, groups, row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+        )
 
 
 @triton.jit
@@ -129,16 +168,14 @@ def _store_if(
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
     if wanted:
-        if LANES == 0:
-            _store_whole(
-                k, v, slot, there, words, halves, physical, b, h, heads, row_words, base, FORMAT, BLOCK, HEAD_DIM,
-                D_PAD,
-            )
-        else:
-            _store_quantized(
-                float32(k), float32(v), slot, there, words, halves, pool, key_scales, chunk_scales, physical, group,
-                b, h, heads, groups, row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
-            )
+        _store_half(
+            k, 0, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads, groups,
+            row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+        )
+        _store_half(
+            v, 1, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads, groups,
+            row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+        )
 
 
 @triton.jit(do_not_specialize=["heads", "entries", "groups"])
@@ -191,9 +228,9 @@ def store_prompt_kernel(
     FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Program (row, group of the prompt, KV head): quantizes the group, and stores the tokens that have a place. See
-    `_prompt_kernels.py`."""
-    program = tl.program_id(0).to(tl.int64)
+    """Program (row, group of the prompt, KV head, keys or values): quantizes the group, and stores the tokens that have
+    a place. See `_prompt_kernels.py`."""
+    program = (tl.program_id(0) // 2).to(tl.int64)
     h, number, b = program % heads, program // heads % all_groups, program // heads // all_groups
     at = group_of_prompt(order, b, number, order_b, total, tau, parts, GROUP, TOKENS)
     slot = tl.load(place + b * total + at, mask=at >= 0, other=-1)
@@ -202,12 +239,19 @@ def store_prompt_kernel(
         d = tl.arange(0, D_PAD)
         mask = (at >= 0)[:, None] & (d < HEAD_DIM)[None, :]
         d64 = d.to(tl.int64)[None, :]
-        k = tl.load(key + b * key_b + h * key_h + at[:, None] * key_n + d64 * key_d, mask=mask, other=0.0)
-        v = tl.load(value + b * value_b + h * value_h + at[:, None] * value_n + d64 * value_d, mask=mask, other=0.0)
         # All tokens of a group have the same scale group, and those with a place have one: it is not negative.
         group = tl.max(tl.load(slot_groups + b * slots + slot, mask=there, other=-1), 0)
         slot = tl.maximum(slot, 0)
-        _store_if(
-            group >= 0, k, v, slot, there, words, halves, pool, key_scales, chunk_scales, physical + b * entries, group,
-            b, h, heads, groups, row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
-        )
+        physical += b * entries
+        if tl.program_id(0) % 2 == 0:
+            k = tl.load(key + b * key_b + h * key_h + at[:, None] * key_n + d64 * key_d, mask=mask, other=0.0)
+            _store_half(
+                k, 0, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads, groups,
+                row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+            )
+        else:
+            v = tl.load(value + b * value_b + h * value_h + at[:, None] * value_n + d64 * value_d, mask=mask, other=0.0)
+            _store_half(
+                v, 1, slot, there, words, halves, pool, key_scales, chunk_scales, physical, group, b, h, heads, groups,
+                row_words, base, FORMAT, LANES, GROUP, BLOCK, HEAD_DIM, D_PAD, TOKENS,
+            )

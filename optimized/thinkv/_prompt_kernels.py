@@ -1,9 +1,9 @@
 """Kernels that put a whole prompt into a paged cache, as if its segments arrived one after the other.
 
 How many tokens a segment keeps depends on the sizes of segments alone, and which ones on its own keys. So all sizes are
-planned first (`plan_kernel`), then each segment shrinks by itself (`cluster_kernel`), one program per segment. Only the
-slots depend on what happened to the segments before: `place_kernel` gives and frees them in order, one program per row.
-What is left at the end is quantized and stored (`_paging_store_kernels.store_prompt_kernel`).
+planned first (`prepare_kernel`), then each segment shrinks by itself (`cluster_kernel`), one program per segment. Only
+the slots depend on what happened to the segments before: `place_kernel` gives and frees them in order, one program per
+row. What is left at the end is quantized and stored (`_paging_store_kernels.store_prompt_kernel`).
 
 The tokens of a row are numbered without padding: `order` [B, T] int64 has their indices in the prompt, then -1, and
 `counts` [B] int64 their number. Token i is in segment i // tau. Segment m has its turn, `turn` m, when it arrives and
@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ...reference.thinkv.types import Thought
 from .._common.numerics import float32
-from ._eviction_kernels import add_gram, centred, plan, representatives
+from ._eviction_kernels import add_gram, centred, representatives, whole_gram
 from ._formats_kernels import decode, decode_scale, encode, fp8_scale, magnitude, scale_code
 from ._paging_kernels import COUNTS, LIVE, free_places, holes, put_in_order, remove
 
@@ -40,14 +40,13 @@ def group_of_prompt(order, b, number, order_b, total, tau, groups, GROUP: tl.con
     return tl.load(order + b * order_b + token, mask=there, other=-1)
 
 
-@triton.jit(do_not_specialize=["heads", "all_groups", "total", "tau", "groups", "order_b", "key_b", "key_h", "key_n"])
-def scales_kernel(
-    key, order, scales, heads, all_groups, total, tau, groups, order_b, key_b, key_h, key_n, key_d,
+@triton.jit
+def _scale_group(
+    program, key, order, scales, heads, all_groups, total, tau, groups, order_b, key_b, key_h, key_n, key_d,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):
-    """Program (row, group, KV head): the scales of the group's keys, as codes [B, groups, Hkv, D] uint8, or for fp8
-    as numbers [B, groups, Hkv] float32."""
-    program = tl.program_id(0).to(tl.int64)
+    """The scales of the keys of a row, group and KV head, which `program` numbers, as codes [B, groups, Hkv, D] uint8,
+    or for fp8 as numbers [B, groups, Hkv] float32."""
     h, number, b = program % heads, program // heads % all_groups, program // heads // all_groups
     at = group_of_prompt(order, b, number, order_b, total, tau, groups, GROUP, TOKENS)
     d = tl.arange(0, D_PAD)
@@ -61,42 +60,93 @@ def scales_kernel(
         tl.store(scales + program * HEAD_DIM + d, code.to(tl.uint8), mask=d < HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["tau", "segments", "all_segments", "budget"])
-def plan_kernel(
-    counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, segments, all_segments, budget,
+@triton.jit
+def shrunk(size, level, left, budget, RETENTION: tl.constexpr, LEVELS: tl.constexpr):
+    """Size and level of a segment after it shrinks, step by step, to its minimum or until no more than the budget of
+    the `left` tokens remain; and how many remain. All int32."""
+    floor: tl.constexpr = (RETENTION >> (32 * (LEVELS - 1))) & 0xFFFFFFFF
+    for number in tl.static_range(LEVELS):
+        goes = (level == number) & (size > floor) & (left > budget)
+        smaller = tl.where(goes, tl.minimum(size, (RETENTION >> (32 * number)) & 0xFFFFFFFF), size)
+        level += goes.to(tl.int32)
+        left -= size - smaller
+        size = smaller
+    return size, level, left
+
+
+@triton.jit
+def _plan_row(
+    b, counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, segments, all_segments, budget,
     RETENTION: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr,
 ):
-    """Program b: the plan of one row's prompt, of up to `segments` segments, and the state of its segments afterwards,
-    of which the state's tables have all_segments."""
-    b = tl.program_id(0).to(tl.int64)
-    count = tl.load(counts + b)
+    """The plan of row b's prompt, of up to `segments` segments, and the state of its segments afterwards, of which the
+    state's tables have all_segments.
+
+    All segments have the same thought type, and no thought ends in a prompt. So `_eviction_kernels.plan` shrinks one
+    after the other, the oldest first, each to its minimum before the next.
+    """
+    count = tl.load(counts + b).to(tl.int32)
+    keeps += b * segments * LEVELS
+    turns += b * segments * LEVELS
+    sizes += b * all_segments
+    levels += b * all_segments
     m = tl.arange(0, SEGMENTS)
-    size, level = tl.zeros([SEGMENTS], tl.int64), tl.zeros([SEGMENTS], tl.int64)
-    thought = tl.full([SEGMENTS], REASONING, tl.int64)
-    selections = tl.zeros([SEGMENTS], tl.int32)
-    left = tl.zeros([], tl.int64)
-    at = (b * segments + m) * LEVELS
-    last = ((count + tau - 1) // tau).to(tl.int32)
-    no_change = count < 0                                              # no thought ends in a prompt
-    for turn in range(0, last):
-        arrived = tl.minimum(count - tl.cast(turn, tl.int64) * tau, tau)
-        size = tl.where(m == turn, arrived, size)
-        left += arrived
-        planned, level, left = plan(size, level, thought, m < turn, no_change, left, budget, RETENTION, LEVELS)
-        shrinks = planned < size
-        tl.store(keeps + at + selections, planned.to(tl.int32), mask=shrinks)
-        tl.store(turns + at + selections, tl.zeros([SEGMENTS], tl.int32) + turn, mask=shrinks)
-        selections += shrinks.to(tl.int32)
-        tl.store(evictions + b * segments + turn, tl.sum(size - planned, 0).to(tl.int32))
-        size = planned
+    arrived = tl.maximum(tl.minimum(count - m * tau, tau), 0)
+    tl.store(sizes + m, arrived.to(tl.int64), mask=m < segments)
+    tl.store(levels + m, tl.zeros([SEGMENTS], tl.int64), mask=m < segments)
     for number in tl.static_range(LEVELS):
-        none = (number >= selections) & (m < segments)
-        tl.store(keeps + at + number, tl.full([SEGMENTS], -1, tl.int32), mask=none)
-    tl.store(sizes + b * all_segments + m, size, mask=m < segments)
-    tl.store(levels + b * all_segments + m, level, mask=m < segments)
-    tl.store(live + b, left)
+        tl.store(keeps + m * LEVELS + number, tl.full([SEGMENTS], -1, tl.int32), mask=m < segments)
+    tl.debug_barrier()                                                 # stores of the same addresses follow
+    last = (count + tau - 1) // tau
+    left = 0
+    # The oldest segment that is not at its minimum yet. All later ones are as they arrived, and full except for the last
+    # one, which does not shrink in a prompt.
+    oldest, size, level, selections = 0, tau, 0, 0
+    for turn in range(0, last):
+        left += tl.minimum(count - turn * tau, tau)
+        before = left
+        goes_on = left > budget
+        while goes_on & (oldest < turn):
+            planned, reached, left = shrunk(size, level, left, budget, RETENTION, LEVELS)
+            if planned < size:
+                tl.store(keeps + oldest * LEVELS + selections, planned)
+                tl.store(turns + oldest * LEVELS + selections, turn)
+                selections += 1
+            size, level = planned, reached
+            tl.store(sizes + oldest, size.to(tl.int64))
+            tl.store(levels + oldest, level.to(tl.int64))
+            goes_on = left > budget
+            if goes_on:
+                oldest += 1
+                size, level, selections = tau, 0, 0
+        tl.store(evictions + b * segments + turn, before - left)
+    tl.store(live + b, left.to(tl.int64))
     tl.store(over_budget + b, left > budget)
     tl.store(segment + b, (last - 1).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=[
+    "tau", "segments", "all_segments", "budget", "batch", "heads", "all_groups", "total", "groups", "order_b", "key_b",
+    "key_h", "key_n",
+])
+def prepare_kernel(
+    counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, segments, all_segments, budget,
+    batch, key, order, scales, heads, all_groups, total, groups, order_b, key_b, key_h, key_n, key_d,
+    RETENTION: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr, FORMAT: tl.constexpr, LANES: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """The first `batch` programs plan a row each. With LANES, program batch + (row, group, KV head) computes scales."""
+    program = tl.program_id(0).to(tl.int64)
+    if program < batch:
+        _plan_row(
+            program, counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, segments,
+            all_segments, budget, RETENTION, LEVELS, SEGMENTS,
+        )
+    elif LANES > 0:
+        _scale_group(
+            program - batch, key, order, scales, heads, all_groups, total, tau, groups, order_b, key_b, key_h, key_n,
+            key_d, FORMAT, GROUP, HEAD_DIM, D_PAD, TOKENS,
+        )
 
 
 @triton.jit
@@ -113,22 +163,22 @@ def _gram(
     rest = tl.zeros([TOKENS, TOKENS], tl.float32)
     group = b * all_groups + m * groups + within // GROUP
     rows = key + b * key_b + at[:, None] * key_n
-    for h in range(heads):
-        for start in range(0, HEAD_DIM, CHANNELS):
-            d = start + tl.arange(0, CHANNELS)
-            mask = holds[:, None] & (d < HEAD_DIM)[None, :]
-            x = float32(tl.load(rows + d.to(tl.int64)[None, :] * key_d, mask=mask, other=0.0))
-            if FORMAT == "fp8":
-                scale = tl.load(scales + group * heads + h, mask=holds, other=0.0)[:, None]
-                x = decode(encode(x, scale, FORMAT), FORMAT) * scale
-            elif LANES > 0:
-                codes = scales + ((group * heads + h) * HEAD_DIM)[:, None] + d[None, :]
-                scale = decode_scale(tl.load(codes, mask=mask, other=0))
-                x = decode(encode(x, scale, FORMAT), FORMAT) * scale
-            x = tl.where(mask, x, 0.0)
-            leading, rest = add_gram(leading, rest, centred(x, holds, size))
-        rows += key_h
-    return leading + rest
+    PARTS: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
+    for part in range(heads * PARTS):
+        h, d = part // PARTS, part % PARTS * CHANNELS + tl.arange(0, CHANNELS)
+        mask = holds[:, None] & (d < HEAD_DIM)[None, :]
+        at_d = (tl.cast(h, tl.int64) * key_h + d.to(tl.int64) * key_d)[None, :]
+        x = float32(tl.load(rows + at_d, mask=mask, other=0.0))
+        if FORMAT == "fp8":
+            scale = tl.load(scales + group * heads + h, mask=holds, other=0.0)[:, None]
+            x = decode(encode(x, scale, FORMAT), FORMAT) * scale
+        elif LANES > 0:
+            codes = scales + ((group * heads + h) * HEAD_DIM)[:, None] + d[None, :]
+            scale = decode_scale(tl.load(codes, mask=mask, other=0))
+            x = decode(encode(x, scale, FORMAT), FORMAT) * scale
+        x = tl.where(mask, x, 0.0)
+        leading, rest = add_gram(leading, rest, centred(x, holds, size))
+    return whole_gram(leading, rest)
 
 
 @triton.jit(do_not_specialize=[
@@ -140,12 +190,15 @@ def cluster_kernel(
     FORMAT: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LEVELS: tl.constexpr,
     CHANNELS: tl.constexpr, TOKENS: tl.constexpr, CLUSTERS: tl.constexpr, ITERATIONS: tl.constexpr,
 ):
-    """Program (row, segment): which tokens the segment's selections evict. scratch [B, M, tau] int32."""
-    program = tl.program_id(0).to(tl.int64)
-    b, m = program // segments, program % segments
-    keeps += program * LEVELS
-    turns += program * LEVELS
-    scratch += program * tau
+    """Program (segment, row): which tokens the segment's selections evict. scratch [B, M, tau] int32.
+
+    Only old segments have selections, so those of all rows come first and find a multiprocessor each.
+    """
+    batch = tl.num_programs(0) // segments
+    b, m = (tl.program_id(0) % batch).to(tl.int64), (tl.program_id(0) // batch).to(tl.int64)
+    keeps += (b * segments + m) * LEVELS
+    turns += (b * segments + m) * LEVELS
+    scratch += (b * segments + m) * tau
     i = tl.arange(0, TOKENS)
     size = tl.minimum(tl.load(counts + b) - m * tau, tau).to(tl.int32)  # 0 or less in segments without tokens
     within = i

@@ -12,7 +12,7 @@ from ...reference.thinkv.types import Thought
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from ._paging_ops import LANES, Layout, chunk_of, layout
 from ._paging_store_kernels import store_prompt_kernel
-from ._prompt_kernels import cluster_kernel, place_kernel, plan_kernel, scales_kernel
+from ._prompt_kernels import cluster_kernel, place_kernel, prepare_kernel
 from ._tiles import ITERATIONS, packed_retention, tile
 
 
@@ -52,22 +52,18 @@ def plan_prompt(
         (batch, all_groups, heads) if fmt == "fp8" else (batch, all_groups, heads, head_dim),
         dtype=torch.float32 if fmt == "fp8" else torch.uint8, device=device,
     ) if LANES[fmt] else gone
-    grouped = (all_groups, total, tau, parts)
     with on_device_of(key):
-        plan_kernel[(batch,)](
+        prepare_kernel[(batch + (batch * all_groups * heads if LANES[fmt] else 0),)](
             counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, segments,
-            sizes.shape[1], budget, RETENTION=packed_retention(retention), LEVELS=num_levels,
-            SEGMENTS=max(16, triton.next_power_of_2(segments)), num_warps=1 if segments <= 64 else 4,
+            sizes.shape[1], budget, batch, key, order, scales, heads, all_groups, total, parts, order.stride(0),
+            *key.stride(), RETENTION=packed_retention(retention), LEVELS=num_levels,
+            SEGMENTS=max(16, triton.next_power_of_2(segments)), FORMAT=fmt, LANES=LANES[fmt], GROUP=group,
+            HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=triton.next_power_of_2(group), num_warps=1,
         )
-        if LANES[fmt]:
-            scales_kernel[(batch * all_groups * heads,)](
-                key, order, scales, heads, *grouped, order.stride(0), *key.stride(), FORMAT=fmt, GROUP=group,
-                HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=triton.next_power_of_2(group), num_warps=4,
-            )
         cluster_kernel[(batch * segments,)](
-            key, scales, order, counts, keeps, turns, gone, scratch, heads, *grouped, segments, order.stride(0),
-            *key.stride(), FORMAT=fmt, LANES=LANES[fmt], GROUP=group, HEAD_DIM=head_dim, LEVELS=num_levels,
-            ITERATIONS=ITERATIONS, **tile(tau, min(retention[0], tau), head_dim), num_stages=1,
+            key, scales, order, counts, keeps, turns, gone, scratch, heads, all_groups, total, tau, parts, segments,
+            order.stride(0), *key.stride(), FORMAT=fmt, LANES=LANES[fmt], GROUP=group, HEAD_DIM=head_dim,
+            LEVELS=num_levels, ITERATIONS=ITERATIONS, **tile(tau, min(retention[0], tau), head_dim), num_stages=1,
         )
     return evictions, gone
 
@@ -144,7 +140,7 @@ def store_prompt(
     parts = triton.cdiv(tau, group)
     all_groups = triton.cdiv(total, tau) * parts
     with on_device_of(key):
-        store_prompt_kernel[(batch * all_groups * heads,)](
+        store_prompt_kernel[(2 * batch * all_groups * heads,)](
             key, value, order, place, pool, pool.view(torch.int16), pool.view(torch.uint8),
             key_scales.view(torch.uint8), chunk_scales, slot_groups, physical, heads, slot_groups.shape[1], entries,
             key_scales.shape[1], all_groups, total, tau, parts, order.stride(0), *key.stride(), *value.stride(),

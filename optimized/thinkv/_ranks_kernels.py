@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .._common.numerics import divided
 from .._common.scratch import row_of
-from ._eviction_kernels import add_gram, centred, representatives
+from ._eviction_kernels import add_gram, centred, representatives, whole_gram
 from ._mean_kernels import FREE, below_mean
 from ._paged_attention_kernels import heads_with_sparsity
 from ._paging_kernels import COUNTS, LIVE
@@ -150,7 +150,8 @@ def segment_gram_kernel(key, gram, heads, length, HEAD_DIM: tl.constexpr, CHANNE
                 mask=holds[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
             )
             leading, rest = add_gram(leading, rest, centred(x, holds, length))
-    tl.store(gram + token[:, None] * length + token[None, :], leading + rest, mask=holds[:, None] & holds[None, :])
+    whole = whole_gram(leading, rest)
+    tl.store(gram + token[:, None] * length + token[None, :], whole, mask=holds[:, None] & holds[None, :])
 
 
 @triton.jit(do_not_specialize=["length", "keep", "ranks", "step"])

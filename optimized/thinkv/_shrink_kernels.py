@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .._common.launch import SMALL_TILES
-from ._eviction_kernels import add_gram, centred, representatives
+from ._eviction_kernels import add_gram, centred, representatives, whole_gram
 from ._formats_kernels import decode
 from ._paging_kernels import pick
 from ._paging_layout import keys_at, whole_at
@@ -117,7 +117,7 @@ def gram_of_segment(
                     heads, groups, row_words, base_2, FORMAT_2, LANES_2, GROUP, BLOCK, HEAD_DIM,
                 )
             leading, rest = add_gram(leading, rest, centred(x, holds, size))
-    return leading + rest
+    return whole_gram(leading, rest)
 
 
 @triton.jit(do_not_specialize=[

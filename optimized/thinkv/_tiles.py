@@ -43,5 +43,5 @@ def programs(batch: int, segments: int, device: torch.device) -> int:
 
 
 def packed_retention(retention: Sequence[int]) -> int:
-    """The sizes as one constant, 32 bits each. Larger ones limit no segment."""
-    return sum(min(keep, 2**32 - 1) << 32 * number for number, keep in enumerate(retention))
+    """The sizes as one constant, each an int32. Larger ones limit no segment."""
+    return sum(min(keep, 2**31 - 1) << 32 * number for number, keep in enumerate(retention))

@@ -32,7 +32,7 @@ __all__ = ["ThinKVConfig", "ThinKVState"]
 
 #: The number of segments from which on a prompt's tables are made beside the attention. With fewer, the launches before
 #: the attention cost more time than is saved.
-BESIDE = 64
+BESIDE = 32
 
 
 class ThinKVState(State):

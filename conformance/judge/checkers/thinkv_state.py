@@ -40,7 +40,7 @@ FORMATS = (
     "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "unquantized unquantized unquantized",
 )
 #: The paper's sizes, but for tau.
-PAPER: dict[str, Any] = {"tau": 16, "group": 16, "block": 8}
+PAPER: dict[str, Any] = {"tau": 16, "group": 16, "block": 8, "retention": (64, 32, 16, 8, 4)}
 MEAN: dict[str, Any] = {"sparsity_of": "mean"}
 COMPILED = tuple(
     {"formats": dict(zip("RET", formats.split(), strict=True)), **sizes}
