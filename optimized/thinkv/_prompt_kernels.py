@@ -98,8 +98,8 @@ def _plan_row(
         tl.store(keeps + m * LEVELS + number, tl.full([SEGMENTS], -1, tl.int32), mask=m < segments)
     tl.debug_barrier()                                                 # stores of the same addresses follow
     last = (count + tau - 1) // tau
-    left = 0
-    # The oldest segment that is not at its minimum yet. All later ones are as they arrived, and full except for the last
+    left = tl.zeros([], tl.int32)
+    # The oldest segment that is not at its minimum yet. All later ones are as they arrived: full, except for the last
     # one, which does not shrink in a prompt.
     oldest, size, level, selections = 0, tau, 0, 0
     for turn in range(0, last):
