@@ -137,6 +137,22 @@ def test_anneal_by_hand(side, twins, device):
     assert [tensor.tolist() for tensor in found] == [[[64, 8, 4, 20]], [[1, 4, 5, 0]], [False]]
 
 
+@pytest.mark.property("decisions")
+@pytest.mark.parametrize(("size", "most", "kept", "level"), [
+    (3 * 10**9, 2_500_000_000, 2_500_000_000, 1), (5 * 10**9, 5 * 10**9 - 1, 4, 2), (300, 200, 200, 1),
+    (2**62, 2**63 - 1, 4, 2),
+])
+@SIDES
+def test_anneal_of_sizes_beyond_32_bits(side, size, most, kept, level, twins, device):
+    """A change of thoughts shrinks the first of two segments to `most`. If the budget is still exceeded, it goes on."""
+    found = of(twins, side).anneal(
+        *(torch.tensor([row], device=device) for row in ([size, 8], [0, 0], [2, 2])),
+        torch.tensor([1], device=device), torch.tensor([True], device=device),
+        live=torch.tensor([size + 8], device=device), budget=size, retention=(most, 4),
+    )
+    assert [tensor.tolist() for tensor in found] == [[[kept, 8]], [[level, 0]], [False]]
+
+
 @pytest.mark.property("layouts")
 @SIDES
 def test_anneal_of_many_segments_in_any_layout(side, twins, device):
@@ -271,12 +287,12 @@ def test_representatives_start_at_even_distances(side, twins, device):
 
 
 @pytest.mark.property("decisions")
-@pytest.mark.parametrize("unit", [1.0, 1.37])
+@pytest.mark.parametrize(("apart", "unit"), [(200, 1.0), (200, 1.37), (500, 1.37)])
 @SIDES
-def test_representatives_tell_close_keys_apart(side, unit, twins, device):
-    """Three groups, 200 apart, of tokens that differ by 1. With dot products of 8 or 11 bits, all three seem equally
-    near. With the second unit, no number has few bits."""
-    places = (1, 3, 2, 202, 201, 203, -199, -198, -197)
+def test_representatives_tell_close_keys_apart(side, apart, unit, twins, device):
+    """Three groups, far apart, of tokens that differ by one unit. With dot products of 8 or 11 bits, all three seem
+    equally near; those of 500 * 1.37 with 16 bits, too. Multiples of 1.37 have more than 8 bits."""
+    places = (1, 3, 2, apart + 2, apart + 1, apart + 3, 1 - apart, 2 - apart, 3 - apart)
     found = of(twins, side).select_representatives(line(device, *(unit * place for place in places)), 3)
     assert found.assignments[-1].tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert found.indices.tolist() == [2, 3, 7]

@@ -21,11 +21,11 @@ from kvtwin.reference.thinkv import ThinKVConfig
 pytestmark = pytest.mark.kind("equivalence")
 
 FORMATS = ("nvfp4", "ternary", "int2", "int4", "fp8", "unquantized")
-#: tau, group, block, retention. Groups that do not divide a segment, blocks that do not divide a group, one level, and
-#: segments that lose all tokens.
+#: tau, group, block, retention. Groups that do not divide a segment, blocks that do not divide a group, one level,
+#: segments that lose all tokens, and segments that lose none.
 SHAPES = (
     (8, 4, 2, (4, 2)), (16, 8, 4, (8, 4, 1)), (10, 4, 3, (7, 7, 2)), (6, 8, 8, (3,)), (7, 1, 1, (5, 3)),
-    (8, 4, 2, (4, 0)),
+    (8, 4, 2, (4, 0)), (4, 2, 2, (6, 4)),
 )
 #: Those that a fixed test takes, and one whose group is not a power of two. On a GPU few, since each is compiled.
 FIXED = (*(SHAPES if INTERPRETED else (SHAPES[2], SHAPES[3], SHAPES[5])), (10, 3, 2, (5, 2)))
@@ -141,6 +141,19 @@ def test_a_prompt_without_padding_is_one_whose_tokens_all_count(device):
     plain.prefill(key, key, value)
     all_count.prefill(key, key, value, torch.ones(2, 50, dtype=torch.bool, device=device))
     assert_same_state(plain, all_count)
+
+
+def test_a_padded_prompt_of_many_segments(device):
+    """So many that the tables are made beside the attention. A row's padding is before its tokens, or anywhere."""
+    total = BESIDE + 8
+    config = ThinKVConfig(8, tau=1, group=1, block=2, retention=(1, 0), max_tokens=total)
+    generator = torch.Generator(device).manual_seed(1)
+    key, value = (torch.randn(2, 1, total, 16, generator=generator, device=device) for _ in range(2))
+    occupied = torch.rand(2, total, generator=generator, device=device) > 0.2
+    occupied[0] = torch.arange(total, device=device) >= 5
+    tested = state(config, key)
+    tested.prefill(key, key, value, occupied)
+    assert_same_state(tested, by_segments(config, key, value, occupied))
 
 
 def test_the_heads_of_a_prompt_may_be_far_apart(device):

@@ -22,10 +22,10 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def kept_at(level, RETENTION: tl.constexpr, LEVELS: tl.constexpr):
-    """The most tokens that a segment keeps at its level-th selection. RETENTION has 32 bits per level."""
-    kept = tl.full(level.shape, (RETENTION >> (32 * (LEVELS - 1))) & 0xFFFFFFFF, tl.int64)
+    """The most tokens that a segment keeps at its level-th selection. RETENTION has 64 bits per level."""
+    kept = tl.full(level.shape, (RETENTION >> (64 * (LEVELS - 1))) & 0x7FFFFFFFFFFFFFFF, tl.int64)
     for i in tl.static_range(LEVELS - 1):
-        kept = tl.where(level == i + 1, (RETENTION >> (32 * i)) & 0xFFFFFFFF, kept)
+        kept = tl.where(level == i + 1, (RETENTION >> (64 * i)) & 0x7FFFFFFFFFFFFFFF, kept)
     return kept
 
 
@@ -38,7 +38,7 @@ def plan(
     `earlier`: the segments before the current one that have tokens. The least important and oldest segment shrinks to
     its minimum before the next one does, so the number of tokens evicted before a segment's turn is known.
     """
-    floor: tl.constexpr = (RETENTION >> (32 * (LEVELS - 1))) & 0xFFFFFFFF
+    floor: tl.constexpr = (RETENTION >> (64 * (LEVELS - 1))) & 0x7FFFFFFFFFFFFFFF
     selected = earlier & change
     level = level + selected.to(tl.int64)
     after = tl.where(selected, tl.minimum(size, kept_at(level, RETENTION, LEVELS)), size)

@@ -63,11 +63,11 @@ def _scale_group(
 @triton.jit
 def shrunk(size, level, left, budget, RETENTION: tl.constexpr, LEVELS: tl.constexpr):
     """Size and level of a segment after it shrinks, step by step, to its minimum or until no more than the budget of
-    the `left` tokens remain; and how many remain. All int32."""
-    floor: tl.constexpr = (RETENTION >> (32 * (LEVELS - 1))) & 0xFFFFFFFF
+    the `left` tokens remain; and how many remain. All int32, like the sizes in RETENTION."""
+    floor: tl.constexpr = RETENTION >> (64 * (LEVELS - 1))
     for number in tl.static_range(LEVELS):
         goes = (level == number) & (size > floor) & (left > budget)
-        smaller = tl.where(goes, tl.minimum(size, (RETENTION >> (32 * number)) & 0xFFFFFFFF), size)
+        smaller = tl.where(goes, tl.minimum(size, (RETENTION >> (64 * number)) & 0x7FFFFFFF), size)
         level += goes.to(tl.int32)
         left -= size - smaller
         size = smaller

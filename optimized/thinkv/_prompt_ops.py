@@ -56,7 +56,7 @@ def plan_prompt(
         prepare_kernel[(batch + (batch * all_groups * heads if LANES[fmt] else 0),)](
             counts, keeps, turns, evictions, sizes, levels, live, over_budget, segment, tau, segments,
             sizes.shape[1], budget, batch, key, order, scales, heads, all_groups, total, parts, order.stride(0),
-            *key.stride(), RETENTION=packed_retention(retention), LEVELS=num_levels,
+            *key.stride(), RETENTION=packed_retention([min(keep, tau) for keep in retention]), LEVELS=num_levels,
             SEGMENTS=max(16, triton.next_power_of_2(segments)), FORMAT=fmt, LANES=LANES[fmt], GROUP=group,
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), TOKENS=triton.next_power_of_2(group), num_warps=1,
         )

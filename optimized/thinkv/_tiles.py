@@ -43,5 +43,5 @@ def programs(batch: int, segments: int, device: torch.device) -> int:
 
 
 def packed_retention(retention: Sequence[int]) -> int:
-    """The sizes as one constant, each an int32. Larger ones limit no segment."""
-    return sum(min(keep, 2**31 - 1) << 32 * number for number, keep in enumerate(retention))
+    """The sizes as one constant, 64 bits each. Beyond int64 they limit no segment."""
+    return sum(min(keep, 2**63 - 1) << 64 * number for number, keep in enumerate(retention))
