@@ -290,8 +290,8 @@ def test_representatives_start_at_even_distances(side, twins, device):
 @pytest.mark.parametrize(("apart", "unit"), [(200, 1.0), (200, 1.37), (500, 1.37)])
 @SIDES
 def test_representatives_tell_close_keys_apart(side, apart, unit, twins, device):
-    """Three groups, far apart, of tokens that differ by one unit. With dot products of 8 or 11 bits, all three tokens of
-    a group seem equally near to its mean; if groups are 500 units apart, also with dot products of 16 bits."""
+    """Three groups, far apart, of tokens that differ by one unit. With dot products of 8 or 11 bits, the three tokens
+    of a group seem equally near to its mean; if groups are 500 units apart, also with dot products of 16 bits."""
     places = (1, 3, 2, apart + 2, apart + 1, apart + 3, 1 - apart, 2 - apart, 3 - apart)
     found = of(twins, side).select_representatives(line(device, *(unit * place for place in places)), 3)
     assert found.assignments[-1].tolist() == [0] * 3 + [1] * 3 + [2] * 3
