@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.judge.bounds import DIVISION, EXP
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized._common.block_cache import compress, kernels, ops
 from kvtwin.optimized._common.block_cache.pooled_choice import choose_pooled
 from kvtwin.optimized.baselines import snapkv
@@ -176,3 +177,30 @@ def test_a_block_with_the_whole_window_takes_the_softmaxes_of_its_attention(devi
     state.prefill(query, key, value)
     late = ["received", "choose_pooled", "settle"]
     assert done == late * 2 + ["observe"] + ["observe", "weigh_window", "choose_pooled", "settle"]
+
+
+def test_tokens_settle_where_the_choice_sent_them_whatever_its_strides(device):
+    """The choice of heads that are columns of a wider tensor."""
+    batch, heads, budget, count, head_dim = 2, 3, 6, 4, 16
+    generator = torch.Generator(device).manual_seed(0)
+    slots = budget + count
+
+    def cache() -> list[Tensor]:
+        generator.manual_seed(1)
+        key, value = (torch.randn(batch, heads, slots, head_dim, generator=generator, device=device) for _ in range(2))
+        number = torch.arange(slots, device=device).expand(batch, heads, -1)
+        return [key, value, torch.ones_like(number, dtype=torch.bool), number.clone(), number.float(), number.clone()]
+
+    wide = torch.full((batch, heads, count + 5), 2, dtype=torch.int32, device=device)
+    destination = wide[..., :count]
+    for b, h in product(range(batch), range(heads)):
+        places = torch.randperm(budget, generator=generator, device=device)[:count].int()
+        destination[b, h] = torch.where(torch.arange(count, device=device) % 3 == b, -1, places)
+    tested, expected = cache(), cache()
+    ops.settle(destination, *tested, None, budget)
+    ops.settle(destination.contiguous(), *expected, None, budget)
+    for one, other in zip(tested, expected, strict=True):
+        assert_same(one, other, what="settled")
+    for b, h, n in product(range(batch), range(heads), range(count)):
+        if (slot := int(destination[b, h, n])) >= 0:
+            assert int(tested[3][b, h, slot]) == budget + n
