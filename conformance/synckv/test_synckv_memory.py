@@ -113,8 +113,8 @@ def fed(state: Any, device: torch.device) -> None:
 
 
 def assert_agree(state: Any, taken: Taken) -> None:
-    """The reported bytes equal the requested bytes (pinned memory: up to WORDS). A GPU's blocks have no more bytes than
-    these requests explain."""
+    """The reported bytes equal the requested bytes (pinned memory: up to WORDS). On a GPU, allocated blocks exceed them
+    by at most what torch's rule for blocks allows."""
     gpu_bytes, host_bytes = state.gpu_bytes(), state.host_bytes()
     if state.device.type == "cuda":
         assert gpu_bytes == taken.requested

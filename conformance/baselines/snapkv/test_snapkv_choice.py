@@ -179,28 +179,36 @@ def test_a_block_with_the_whole_window_takes_the_softmaxes_of_its_attention(devi
     assert done == late * 2 + ["observe"] + ["observe", "weigh_window", "choose_pooled", "settle"]
 
 
-def test_tokens_settle_where_the_choice_sent_them_whatever_its_strides(device):
-    """The choice of heads that are columns of a wider tensor."""
-    batch, heads, budget, count, head_dim = 2, 3, 6, 4, 16
-    generator = torch.Generator(device).manual_seed(0)
-    slots = budget + count
+def test_blocks_smaller_than_the_window_are_the_same_by_both_kernels(device, monkeypatch):
+    """Their evictions are chosen before their attention. The kernel that passes over the slots in chunks leaves the
+    destinations of a head's tokens among those of all its slots."""
+    config = snapkv.SnapKVConfig(budget=12, window=4, block_size=3)
+    generator = torch.Generator().manual_seed(0)
+    blocks = [
+        [torch.randn(BATCH, heads, 3, HEAD_DIM, generator=generator).to(device) for heads in (2 * HEADS, HEADS, HEADS)]
+        for _ in range(9)
+    ]
 
-    def cache() -> list[Tensor]:
-        generator.manual_seed(1)
-        key, value = (torch.randn(batch, heads, slots, head_dim, generator=generator, device=device) for _ in range(2))
-        number = torch.arange(slots, device=device).expand(batch, heads, -1)
-        return [key, value, torch.ones_like(number, dtype=torch.bool), number.clone(), number.float(), number.clone()]
+    def appended(at_once: bool) -> tuple[snapkv.SnapKVState, list[Tensor]]:
+        monkeypatch.setattr(ops, "at_once", lambda end, count: at_once)
+        state = snapkv.SnapKVState(
+            config, batch=BATCH, query_heads=2 * HEADS, key_value_heads=HEADS, head_dim=HEAD_DIM, dtype=torch.float32,
+            device=device,
+        )
+        return state, [state.append_block(*block) for block in blocks]
 
-    wide = torch.full((batch, heads, count + 5), 2, dtype=torch.int32, device=device)
-    destination = wide[..., :count]
-    for b, h in product(range(batch), range(heads)):
-        places = torch.randperm(budget, generator=generator, device=device)[:count].int()
-        destination[b, h] = torch.where(torch.arange(count, device=device) % 3 == b, -1, places)
-    tested, expected = cache(), cache()
-    ops.settle(destination, *tested, None, budget)
-    ops.settle(destination.contiguous(), *expected, None, budget)
-    for one, other in zip(tested, expected, strict=True):
-        assert_same(one, other, what="settled")
-    for b, h, n in product(range(batch), range(heads), range(count)):
-        if (slot := int(destination[b, h, n])) >= 0:
-            assert int(tested[3][b, h, slot]) == budget + n
+    contiguous: list[bool] = []
+    settle = ops.settle
+
+    def settling(destination: Tensor, *arguments: Any) -> None:
+        contiguous.append(destination.is_contiguous())
+        settle(destination, *arguments)
+
+    monkeypatch.setattr(ops, "settle", settling)
+    expected, outputs = appended(at_once=True)
+    tested, found = appended(at_once=False)
+    assert contiguous == [True] * len(blocks) + [False] * len(blocks)
+    for one, other in zip(found, outputs, strict=True):
+        assert_same(one, other, what="output")
+    for name in ("positions", "key", "value", "occupied", "score"):
+        assert_same(getattr(tested, name), getattr(expected, name), what=name)

@@ -155,13 +155,20 @@ def test_tova_evicts_at_intervals_by_weights_that_vanish(side, how, twins, devic
 
 @SIDES
 @pytest.mark.parametrize("how", ("steps", "block"))
-@pytest.mark.parametrize(("per_head", "held"), [(True, [[0, 2], [1, 2]]), (False, [[0, 2], [0, 2]])])
-def test_tova_chooses_per_head_or_by_the_average_over_all_heads(side, how, per_head, held, twins, device):
-    """The averages are .350, .155 and .495, so token 1 is evicted. By the averages of logarithms it would be token 0:
-    the larger weights of head 0 and of head 1 are far from the others."""
-    weight = torch.tensor([[0.7, 0.01, 0.29], [0.0005, 0.3, 0.6995]], device=device)
-    assert weight.mean(0).argmin() == 1
-    assert weight.log().mean(0).argmin() == 0
+@pytest.mark.parametrize("per_head", (True, False))
+@pytest.mark.parametrize(("weights", "evicted", "otherwise"), [
+    (((0.7, 0.01, 0.29), (0.0005, 0.3, 0.6995)), 1, lambda weight: weight.log().mean(0)),
+    (((0.45, 0.25, 0.3), (0.01, 0.4, 0.59)), 0, lambda weight: weight.amax(0)),
+], ids=["not-the-average-logarithm", "not-the-largest"])
+def test_tova_chooses_per_head_or_by_the_average_over_all_heads(
+    side, how, per_head, weights, evicted, otherwise, twins, device
+):
+    """Head 0 alone evicts token 1, and head 1 token 0. The average evicts one of them, and another rule the other."""
+    weight = torch.tensor(weights, device=device)
+    assert weight.argmin(1).tolist() == [1, 0]
+    assert weight.mean(0).argmin() == evicted
+    assert otherwise(weight).argmin() == 1 - evicted
+    held = [[0, 2], [1, 2]] if per_head else [[1 - evicted, 2]] * 2
     module = getattr(twins, side).baselines.tova
     state = module.TOVAState(
         module.TOVAConfig(2, 3, per_head=per_head), batch=1, query_heads=2, key_value_heads=2, head_dim=16,
