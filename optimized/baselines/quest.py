@@ -15,6 +15,7 @@ from ...reference.baselines.quest import PageBoundsResult, QuestConfig
 from .._common.launch import (
     INTERPRETED,
     MAX_GROUP,
+    PTX,
     SMALL_TILES,
     check_launchable,
     group_rows,
@@ -29,8 +30,10 @@ from .quest_kernels import attention_kernel, bounds_kernel, merge_kernel, score_
 
 __all__ = ["PageBoundsResult", "QuestConfig", "QuestState", "page_bounds", "page_scores", "select_pages"]
 
-#: The most pages whose codes a program of the selection keeps in registers.
-CHUNK = 16384
+#: A program of the selection passes over so many pages at a time. It keeps the codes of up to twice as many.
+CHUNK = 16 if SMALL_TILES else 8192
+#: Registers of each of its threads, so that a multiprocessor has two programs.
+REGISTERS = 128
 #: Elements of a tile of bounds.
 TILE = 8192
 
@@ -160,7 +163,7 @@ def _select_pages(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tens
     batch, heads, _ = score.shape
     score, count = score.contiguous(), count.contiguous()
     selected = torch.empty(batch, heads, k, dtype=torch.int32, device=score.device)
-    _select(score, count, selected, heads, keep_last)
+    _select(score, count, selected, keep_last)
     return selected.long()
 
 
@@ -169,20 +172,21 @@ def _(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tensor:
     return score.new_empty((*score.shape[:2], k), dtype=torch.int64)
 
 
-def _select(scores: Tensor, pages_now: Tensor, selected: Tensor, heads: int, keep_last: bool) -> None:
-    """Launch `select_kernel` for scores [B, Hq, room] of `heads` KV heads."""
+def _select(scores: Tensor, pages_now: Tensor, selected: Tensor, keep_last: bool) -> None:
+    """Launch `select_kernel` for scores [B, Hq, room]."""
     batch, query_heads, room = scores.shape
-    wanted, group = selected.shape[2], query_heads // heads if heads else 1
+    wanted = selected.shape[2]
     if not selected.numel():
         return
-    most = 16 if SMALL_TILES else CHUNK
-    chunk = min(max(16, triton.next_power_of_2(room)), most)
-    rows = triton.next_power_of_2(group) if INTERPRETED else 1
+    # With the rest in a tensor of its own, there may be far fewer codes than the next power of two.
+    chunk = min(max(16, triton.next_power_of_2(room + 1) // 2), CHUNK)
+    warps = 4 if chunk <= 1024 else 8
+    rest = min(max(32 * warps, triton.next_power_of_2(max(1, room - chunk))), chunk)
     with on_device_of(scores):
-        select_kernel[(batch * heads * triton.cdiv(group, rows),)](
-            scores, pages_now, selected, heads, room, wanted,
-            GROUP=group, ROWS=rows, CHUNK=chunk, LIST=min(1024, triton.next_power_of_2(wanted)), KEEP_LAST=keep_last,
-            WHOLE=room <= chunk, num_warps=4 if chunk <= 1024 else 8 if chunk <= 8192 else 16,
+        select_kernel[(batch * query_heads,)](
+            scores, pages_now, selected, query_heads, room, wanted,
+            CHUNK=chunk, REST=rest, LIST=min(1024, triton.next_power_of_2(wanted)), KEEP_LAST=keep_last,
+            WHOLE=room <= chunk + rest, num_warps=warps, **({"maxnreg": REGISTERS} if PTX and warps == 8 else {}),
         )
 
 
@@ -216,12 +220,12 @@ def _step(
             **of_group, PAGES=block, STEP=True, SCORES=some, ROUND=round_scores, num_warps=4,
         )
         if some:
-            _select(scores, pages_now, selected, heads, keep_last)
+            _select(scores, pages_now, selected, keep_last)
         block, each = _tile(head_dim, query.element_size(), slots, group, some)
         attention_kernel[(batch * heads * splits,)](
             query, key, value, selected, count, counters, pages_now, partial, row_maxima, weight_sums,
-            scale * LOG2_E.value, heads, splits, slots, size, wanted, *query.stride(),
-            **of_group, BLOCK=block, EACH=each, LISTED=some, num_warps=4,
+            scale * LOG2_E.value, heads, splits, slots, wanted, *query.stride(),
+            **of_group, BLOCK=block, EACH=each, SIZE=size if some else 1, LISTED=some, num_warps=4,
         )
         rows = triton.next_power_of_2(query_heads) if INTERPRETED else 1
         merge_kernel[(triton.cdiv(batch * query_heads, rows),)](

@@ -136,96 +136,127 @@ def score_kernel(
 
 
 @triton.jit
-def _codes(scores, row, page, pages, room, valid, KEEP_LAST: tl.constexpr):
-    """Codes of pages [N] in the order of their scores, [ROWS, N] int32."""
-    there = valid[:, None] & (page < pages)[None, :]
-    score = float32(tl.load(scores + row[:, None] * room + page[None, :], mask=there, other=0.0))
+def _codes(scores, page, pages, KEEP_LAST: tl.constexpr):
+    """Codes of pages [N] of a query head in the order of their scores, [N] int32."""
+    there = page < pages
+    score = float32(tl.load(scores + page, mask=there, other=0.0))
     code = tl.where(there, sortable(score), _NO_PAGE)
     if KEEP_LAST:
-        code = tl.where((page == pages - 1)[None, :], _FORCED, code)
+        code = tl.where(page == pages - 1, _FORCED, code)
     return code
 
 
 @triton.jit
-def _at_least(code, bound):
-    """The number of codes [ROWS, N] from a bound [ROWS] on."""
-    return tl.sum(tl.where(code >= bound[:, None], 1, 0), 1)
+def _span(code):
+    """The lowest code of a page and the highest that is not forced. Without such, _FORCED and _NO_PAGE."""
+    least = tl.min(tl.where(code == _NO_PAGE, _FORCED, code), 0)
+    return least, tl.max(tl.where(code == _FORCED, _NO_PAGE, code), 0)
 
 
-@triton.jit(do_not_specialize=["heads", "room", "wanted"])
+@triton.jit
+def _at_least(code, first, second):
+    """Which codes are not below each of two bounds, in 16 bits each: a sum of fewer than 2^15 counts both."""
+    return tl.where(code >= first, 1, 0) + tl.where(code >= second, 65536, 0)
+
+
+@triton.jit
+def _list_pages(selected, code, lowest, page, pages, above_before, equal_before, need):
+    """Store the pages of codes above `lowest`, and the first `need` of those equal to it, behind the pages before them.
+    Returns the numbers of pages above and equal so far."""
+    higher, equal = code > lowest, (code == lowest) & (page < pages)
+    # Both prefix sums in one integer, since there are fewer than 2^15 codes.
+    packed = tl.where(higher, 1, 0) + tl.where(equal, 65536, 0)
+    running = tl.cumsum(packed, 0) - packed
+    place = equal_before + (running >> 16)                              # among those equal to the lowest
+    to = above_before + (running & 65535) + tl.minimum(place, need)
+    tl.store(selected + to, page, mask=higher | (equal & (place < need)))
+    both = tl.sum(packed, 0)
+    return above_before + (both & 65535), equal_before + (both >> 16)
+
+
+@triton.jit(do_not_specialize=["query_heads", "room", "wanted"])
 def select_kernel(
-    scores, pages_now, selected, heads, room, wanted,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, LIST: tl.constexpr, KEEP_LAST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    scores, pages_now, selected, query_heads, room, wanted,
+    CHUNK: tl.constexpr, REST: tl.constexpr, LIST: tl.constexpr, KEEP_LAST: tl.constexpr, WHOLE: tl.constexpr,
 ):
-    """Program: the `wanted` best pages of ROWS query heads of a KV head, ascending, then -1, [B, Hq, wanted] int32. Of
-    equal scores, the lowest index. WHOLE: the pages fit in one chunk, so that codes stay in registers.
+    """Program: the `wanted` best pages of a query head, ascending, then -1, [B, Hq, wanted] int32. Of equal scores, the
+    lowest index. WHOLE: the pages fit in CHUNK + REST codes, which stay in registers.
 
-    The lowest selected code is found bit by bit: it is the highest number that `wanted` codes are not below. The search
-    ends when exactly as many codes are not below the number so far, which then selects the same pages."""
-    blocks: tl.constexpr = (GROUP + ROWS - 1) // ROWS
-    row_head = (tl.program_id(0) // blocks).to(tl.int64)
-    g = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    valid = g < GROUP
-    row = row_head * GROUP + g
-    pages = tl.minimum(tl.maximum(tl.load(pages_now + row_head // heads), 0), room).to(tl.int32)
+    The lowest selected code is the highest number that `keep` codes are not below. It is searched between the lowest
+    and the highest code, a third of the rest each time. The search ends when exactly `keep` codes are not below a
+    bound, which then selects the same pages."""
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * room
+    selected += row * wanted
+    pages = tl.minimum(tl.maximum(tl.load(pages_now + row // query_heads), 0), room).to(tl.int32)
     keep = tl.minimum(pages, wanted)
     index = tl.arange(0, CHUNK)
-    lowest = tl.full([ROWS], _NO_PAGE, tl.int32)
-    exact = ~valid
-    code = _codes(scores, row, index, pages, room, valid, KEEP_LAST)
-    number = 31
-    while number >= 0:
-        bit = tl.full([ROWS], 1, tl.int32) << number
-        tried = lowest ^ bit                                           # the sign from 1 to 0, other bits from 0 to 1
-        enough = _at_least(code, tried)
+    rest_index = CHUNK + tl.arange(0, REST)
+    code = _codes(scores, index, pages, KEEP_LAST)
+    low, high = _span(code)
+    if WHOLE:
+        rest = _codes(scores, rest_index, pages, KEEP_LAST)
+        least, most = _span(rest)
+        low, high = tl.minimum(low, least), tl.maximum(high, most)
+    else:
+        for start in range(CHUNK, pages, CHUNK):
+            least, most = _span(_codes(scores, start + index, pages, KEEP_LAST))
+            low, high = tl.minimum(low, least), tl.maximum(high, most)
+    width = high.to(tl.int64) - low
+    while width > 0:
+        # Up to the highest code, since 341 and 683 are less than a third and two thirds of 1024, rounded up.
+        first = (low + (width * 341 >> 10) + 1).to(tl.int32)
+        second = (low + (width * 683 >> 10) + 1).to(tl.int32)
+        enough = _at_least(code, first, second)
+        if WHOLE:
+            # The threads' own codes first, so that one sum over threads counts all.
+            enough = tl.sum(tl.reshape(enough, [CHUNK // REST, REST]), 0) + _at_least(rest, first, second)
+        enough = tl.sum(enough, 0)
+        of_first, of_second = enough & 65535, enough >> 16
         if not WHOLE:
             for start in range(CHUNK, pages, CHUNK):
-                enough += _at_least(_codes(scores, row, start + index, pages, room, valid, KEEP_LAST), tried)
-        lowest = tl.where(enough >= keep, tried, lowest)
-        exact = exact | (enough == keep)
-        number = tl.where(tl.min(exact.to(tl.int32), 0) == 1, -1, number - 1)
-    above = tl.sum(tl.where(code > lowest[:, None], 1, 0), 1)
-    if not WHOLE:
+                later = tl.sum(_at_least(_codes(scores, start + index, pages, KEEP_LAST), first, second), 0)
+                of_first += later & 65535
+                of_second += later >> 16
+        if of_second >= keep:
+            low = second
+        elif of_first >= keep:
+            low = first
+            high = second - 1
+        else:
+            high = first - 1
+        width = high.to(tl.int64) - low
+        if (of_first == keep) | (of_second == keep):
+            width = width * 0
+    above = tl.sum(tl.where(code > low, 1, 0), 0)
+    if WHOLE:
+        above += tl.sum(tl.where(rest > low, 1, 0), 0)
+    else:
         for start in range(CHUNK, pages, CHUNK):
-            later = _codes(scores, row, start + index, pages, room, valid, KEEP_LAST)
-            above += tl.sum(tl.where(later > lowest[:, None], 1, 0), 1)
+            above += tl.sum(tl.where(_codes(scores, start + index, pages, KEEP_LAST) > low, 1, 0), 0)
     need = keep - above                                                 # of those equal to the lowest, the first ones
-    above_before = tl.zeros([ROWS], tl.int32)
-    equal_before = tl.zeros([ROWS], tl.int32)
-    for start in range(0, pages, CHUNK):
-        page = start + index
-        if not WHOLE:
-            code = _codes(scores, row, page, pages, room, valid, KEEP_LAST)
-        higher, equal = code > lowest[:, None], (code == lowest[:, None]) & (page < pages)[None, :]
-        # Both prefix sums in one integer, since CHUNK is below 2^15.
-        packed = tl.where(higher, 1, 0) + tl.where(equal, 65536, 0)
-        running = tl.cumsum(packed, 1) - packed
-        place = equal_before[:, None] + (running >> 16)                 # among those equal to the lowest
-        to = above_before[:, None] + (running & 65535) + tl.minimum(place, need[:, None])
-        tl.store(
-            selected + row[:, None] * wanted + to, page[None, :],
-            mask=valid[:, None] & (higher | (equal & (place < need[:, None]))),
-        )
-        above_before += tl.sum(tl.where(higher, 1, 0), 1)
-        equal_before += tl.sum(tl.where(equal, 1, 0), 1)
+    none = keep * 0
+    higher, equal = _list_pages(selected, code, low, index, pages, none, none, need)
+    if WHOLE:
+        _list_pages(selected, rest, low, rest_index, pages, higher, equal, need)
+    else:
+        for start in range(CHUNK, pages, CHUNK):
+            later = _codes(scores, start + index, pages, KEEP_LAST)
+            higher, equal = _list_pages(selected, later, low, start + index, pages, higher, equal, need)
     for start in range(0, wanted, LIST):
         i = start + tl.arange(0, LIST)
-        tl.store(
-            selected + row[:, None] * wanted + i[None, :], tl.full([ROWS, LIST], -1, tl.int32),
-            mask=valid[:, None] & ((i >= keep) & (i < wanted))[None, :],
-        )
+        tl.store(selected + i, tl.full([LIST], -1, tl.int32), mask=(i >= keep) & (i < wanted))
 
 
-@triton.jit(do_not_specialize=["heads", "splits", "slots", "size", "wanted", "query_b", "query_h"])
+@triton.jit(do_not_specialize=["heads", "splits", "slots", "wanted", "query_b", "query_h"])
 def attention_kernel(
     query, key, value, selected, count, counters, pages_now, partial, row_maxima, weight_sums,
-    scale, heads, splits, slots, size, wanted, query_b, query_h, query_d,
+    scale, heads, splits, slots, wanted, query_b, query_h, query_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    EACH: tl.constexpr, LISTED: tl.constexpr,
+    EACH: tl.constexpr, SIZE: tl.constexpr, LISTED: tl.constexpr,
 ):
-    """Program: a share of the tokens of a KV head. LISTED: a tile has EACH tokens of the pages of every query head,
-    each of which attends to its own. Otherwise all query heads attend to all tokens, and EACH is BLOCK. `scale`
+    """Program: a share of the tokens of a KV head. LISTED: a tile has EACH tokens of every query head's pages of SIZE
+    tokens, and a head attends to its own. Otherwise all query heads attend to all tokens, and EACH is BLOCK. `scale`
     includes log2(e)."""
     split, row_head = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
     b, h = row_head // heads, row_head % heads
@@ -244,7 +275,7 @@ def attention_kernel(
     selected += row_head * GROUP * wanted
     places = total.to(tl.int32)                                         # of each query head
     if LISTED:
-        places = tl.minimum(tl.load(pages_now + b), wanted).to(tl.int32) * size
+        places = tl.minimum(tl.load(pages_now + b), wanted).to(tl.int32) * SIZE
     share = tl.cdiv(tl.cdiv(places, EACH), splits) * EACH
     begin = split * share
     end = tl.minimum(begin + share, places)
@@ -257,8 +288,8 @@ def attention_kernel(
         if LISTED:
             place = start + column % EACH
             inside = (place < end) & (owner < GROUP)
-            page = tl.load(selected + owner * wanted + place // size, mask=inside, other=0)
-            slot = page.to(tl.int64) * size + place % size
+            page = tl.load(selected + owner * wanted + place // SIZE, mask=inside, other=0)
+            slot = page.to(tl.int64) * SIZE + place % SIZE
             holds = inside & (slot < total)
             seen_by = holds[None, :] & (owner[None, :] == row[:, None])
         else:

@@ -14,12 +14,42 @@ both_sides = pytest.mark.parametrize("side", ["reference", "optimized"])
 
 @both_sides
 def test_of_equal_pages_in_three_tiles_the_first_are_selected(side, twins, device):
-    """A tile has 16 pages in the interpreter and 16,384 on a GPU. The selection ends in the second one."""
-    tile = 16 if device.type == "cpu" else 16384
+    """A tile has 16 pages in the interpreter and 8,192 on a GPU. The selection ends in the second one."""
+    tile = 16 if device.type == "cpu" else 8192
     score, count = torch.ones(1, 1, 3 * tile, device=device), torch.tensor([3 * tile], device=device)
     k = tile + tile // 4
     found = getattr(twins, side).baselines.quest.select_pages(score, count, k=k, keep_last=False)
     assert found[0, 0].tolist() == list(range(k))
+
+
+@both_sides
+@pytest.mark.parametrize("keep_last", [True, False])
+@pytest.mark.parametrize("values", [3, 2**20, None])
+def test_the_best_of_any_number_of_pages_are_selected(side, values, keep_last, twins, device):
+    """Among scores of few or many values, or each higher than the one before, as a stable sort does, with less than a
+    tile and with more than two."""
+    tile = 16 if device.type == "cpu" else 8192
+    of_one, of_two, of_more = (1, 2, tile - 1, tile), (tile + 1, 3 * tile // 2, 2 * tile - 2), (2 * tile, 3 * tile + 3)
+    for pages in of_one + of_two + of_more:
+        if values is None:
+            score = torch.arange(pages + 2.0)
+        else:
+            score = torch.randint(values, (pages + 2,), generator=torch.Generator().manual_seed(pages)) - values / 2
+        score[-2:] = torch.inf                                          # there are no such pages
+        if pages > 4:
+            score[1], score[2] = torch.nan, -torch.inf                  # NaN ranks as -inf
+        rank = torch.where(score.isnan(), -torch.inf, score)[:pages]
+        order = [int(page) for page in torch.argsort(rank, descending=True, stable=True)]
+        if keep_last:
+            order.remove(pages - 1)
+            order.insert(0, pages - 1)
+        for k in sorted({1, 2, tile // 2, tile + 1, pages - 1, pages, pages + 1} - {0}):
+            found = getattr(twins, side).baselines.quest.select_pages(
+                score.float().to(device)[None, None], torch.tensor([pages], device=device), k=min(k, pages + 2),
+                keep_last=keep_last,
+            )
+            expected = sorted(order[:k])
+            assert found[0, 0].tolist() == expected + [-1] * (min(k, pages + 2) - len(expected)), (pages, k)
 
 
 @both_sides
