@@ -141,7 +141,7 @@ def step_benchmark(device_benchmark, shape: Shape, heads: str) -> None:
     device_benchmark(
         lambda: state.step(query, key, value), moves=bounds_bytes + shape.attention_bytes(tokens_read(state)),
         verify=lambda _: check_step(state, query, key, value), peers=decode_peers(query, keys, values),
-        peers_move=shape.attention_bytes(shape.tokens), verify_peer=verify_peer, gated=False,
+        peers_move=shape.attention_bytes(shape.tokens), verify_peer=verify_peer, gated=shape == LARGE,
     )
 
 
