@@ -17,10 +17,12 @@ import pytest
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.mutation import kill_matrix, mutate
-from kvtwin.conformance.mutation.mutate import Lab, Mutant, MutantError, Tree, verdict
+from kvtwin.conformance.mutation import mutants as lists
+from kvtwin.conformance.mutation.mutants import Mutant, MutantError
+from kvtwin.conformance.mutation.mutate import Lab, Tree, verdict
 from kvtwin.conformance.mutation.mutate_probe import is_wrong
 
-MUTANTS = mutate.load()
+MUTANTS = lists.load()
 
 # Our mutants ----------------------------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ def test_no_two_mutants_are_the_same():
 
 @pytest.mark.parametrize("file", sorted({mutant.method for mutant in MUTANTS}))
 def test_the_stored_matrix_says_that_these_very_mutants_were_killed(file):
-    rows = kill_matrix.stored(kill_matrix.matrix_file(file, mutate.HERE))
+    rows = kill_matrix.stored(kill_matrix.matrix_file(file, lists.HERE))
     mutants = [mutant for mutant in MUTANTS if mutant.method == file]
     assert [(row["name"], row["digest"], row["status"]) for row in rows] == [
         (mutant.name, mutant.digest, "killed") for mutant in mutants
@@ -95,7 +97,7 @@ killers = ["test_toy.py::test_add"]
 def load(folder: Path, text: str) -> list[Mutant]:
     (folder / "toy").mkdir(exist_ok=True)
     (folder / "toy" / "mutants.toml").write_text(text)
-    return mutate.load(folder)
+    return lists.load(folder)
 
 
 def test_load(tmp_path):
@@ -184,8 +186,9 @@ def test_mutants_leave_no_byte_code_for_each_other(tree, tmp_path, monkeypatch):
 
 def _all_kinds(lab: Lab) -> None:
     assert lab.baseline([ADD, TYPE]) > 0
-    killed = lab.run(toy("x + 1", "x + 2", (ADD, TYPE)))
+    killed = lab.run(toy("x + 1", "x + 2", (ADD, TYPE)), "sources")
     assert (killed.status, killed.killed_by, killed.let_live) == ("killed", (ADD,), (TYPE,))
+    assert killed.sources == "sources"
     broken = lab.run(toy("x + 1", "y + 1"))
     assert broken.status == "broken" and "NameError" in broken.detail
     crashed = lab.run(toy("return x + 1", "os.abort()", crash=True))
@@ -284,6 +287,40 @@ def test_results_of_a_part_are_stored_among_those_of_the_rest(tmp_path):
     record = json.loads(path.read_text())
     assert record["schema"] == kill_matrix.SCHEMA and {"python", "torch", "triton"} <= record["versions"].keys()
     assert {path.name for path in folder.iterdir()} == {"mutants.toml", "mutants.json"}
+
+
+def test_sources_are_the_mutated_file_and_the_test_files(tree):
+    (tree.folders["tests"] / "test_other.py").write_text(TESTS)
+    one, other = toy("x", "y", (TYPE,)), toy("x", "y", (ADD, "test_other.py::test_type"))
+    first = tree.sources(one), tree.sources(other)
+    assert first[0] != first[1] and first[0] == tree.sources(replace(one, name="else", killers=(ADD,)))
+    (tree.folders["code"] / "more.py").write_text("")
+    assert (tree.sources(one), tree.sources(other)) == first, "another file has no part in it"
+    for file, of_one in ((tree.folders["tests"] / "test_other.py", False), (tree.folders["code"] / "toy.py", True)):
+        file.write_text(f"{file.read_text()}\n")
+        assert tree.sources(other) != first[1] and (tree.sources(one) != first[0]) == of_one
+    file = tree.folders["tests"] / "test_toy.py"
+    before = tree.sources(one)
+    file.write_text(f"{file.read_text()}\n")
+    assert tree.sources(one) != before
+
+
+@pytest.mark.parametrize(("change", "proven"), [
+    ({}, True), ({"status": "survived"}, False), ({"digest": "0"}, False), ({"sources": "0"}, False),
+    ({"sources": None}, False), ({"name": "other"}, False),
+])
+def test_a_result_proves_the_present_sources_alone(change, proven):
+    row = {"name": "m", "digest": BOTH.digest, "sources": "1", "status": "killed"} | change
+    row = {key: value for key, value in row.items() if value is not None}
+    assert mutate.without_proof([BOTH], {"m": "1"}, [row]) == ([] if proven else [BOTH])
+
+
+def test_only_mutants_without_a_result_run_again(capsys, monkeypatch):
+    mutant = next(mutant for mutant in MUTANTS if mutant.method == "quest")
+    row = {"name": mutant.name, "digest": mutant.digest, "sources": mutate.here().sources(mutant), "status": "killed"}
+    monkeypatch.setattr(mutate, "_stored", lambda method: [row] if method == "quest" else [])
+    assert mutate.main(["quest", "--only", mutant.name, "--stale"]) == 0
+    assert capsys.readouterr().out == "all stored results are of the present sources\n"
 
 
 def test_unknown_names_are_refused(capsys):

@@ -19,7 +19,8 @@ RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a mutant. killed_by, let_live: killers that failed, that passed; detail: why it is broken."""
+    """The result of a mutant. killed_by, let_live: killers that failed, that passed; detail: why it is broken; sources:
+    a hash of the mutated file and of the test files, empty in results of earlier versions."""
 
     name: str
     method: str
@@ -31,6 +32,7 @@ class Result:
     let_live: tuple[str, ...]
     seconds: float
     detail: str = ""
+    sources: str = ""
 
 
 def matrix(results: Sequence[Result]) -> str:

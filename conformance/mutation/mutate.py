@@ -1,7 +1,7 @@
 """Mutation testing: the suite must detect every mutant that ``<method>/mutants.toml`` lists.
 
-``python -m kvtwin.conformance.mutation [METHOD...] [--only NAME] [--jobs 2] [--store]`` applies each mutant to a copy
-of the package and runs, in a separate process (mutate_server.py), the tests that should detect it::
+``python -m kvtwin.conformance.mutation [METHOD...] [--only NAME] [--stale] [--jobs 2] [--store]`` applies each mutant
+to a copy of the package and runs, in a separate process (mutate_server.py), the tests that should detect it::
 
     control = "baselines/snapkv/test_snapkv.py::test_other"  # must pass with every mutant of this file
 
@@ -21,7 +21,9 @@ with the package's name: "key_norm/optimized.py", "key_norm/test_key_norm.py::te
 A mutant is *killed* if a killer fails (mutate_probe.py defines which errors count), and *survives* if all killers
 pass. It is *broken*, which proves nothing, if it does not import, fails its control, or ends killers with other errors
 or an unexpected signal. Exit code 0 if all mutants are killed, 1 if not, 2 if a file of mutants is invalid or the suite
-fails without mutants. ``--store`` writes the kill matrix beside the mutants.
+fails without mutants. ``--store`` writes the kill matrix beside the mutants. ``--stale`` runs only the mutants of which
+no stored result says that they were killed, or whose mutated file, or a test file of their control and killers, has
+changed since.
 """
 
 from __future__ import annotations
@@ -38,8 +40,7 @@ import shutil
 import signal
 import sys
 import tempfile
-import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,29 +50,13 @@ from ..own_methods import MethodError
 from ..progress import bar, say
 from . import kill_matrix, mutate_probe, others
 from .kill_matrix import Result
+from .mutants import HERE, Mutant, MutantError, everyone
 from .mutate_probe import ORDER, PROFILE
 from .mutate_server import Server
 
-HERE = Path(__file__).resolve().parent.parent  # the folder of all tests
-TEXTS = ("name", "file", "what")
-OPTIONAL = ("control", "crash", "class")
-#: Classes of mistakes that tests can overlook as a whole, each with a letter.
-CLASSES = {
-    "a": "a tensor is walked by the strides of another",
-    "b": "several representative heads whose order matters, offload, padded rows (SyncKV)",
-    "c": "reorder or reset, or rows that differ",
-    "d": "the second round of a loop",
-    "e": "equal, huge or tiny keys, and odd windows (KeyDiff)",
-    "f": "a default or a schedule that both sides share",
-    "g": "a path that is chosen by the size of a GPU",
-}
 IGNORED = shutil.ignore_patterns("__pycache__", ".*")  # what is not copied
 CPU_SECONDS = 240  # of one process: a mutant may loop for ever
 TESTS_AT_ONCE = 60  # of one process without a mutant, which has no more time
-
-
-class MutantError(ValueError):
-    """A file of mutants is invalid, or the suite fails without mutants."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +99,13 @@ class Tree:
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         inner = {f"{node.name}::{name}" for node in classes for name in _functions(node)}
         return {*_functions(tree), *(node.name for node in classes), *inner}
+
+    def sources(self, mutant: Mutant) -> str:
+        """Hash of the mutated file and of the test files of the control and the killers."""
+        tests = {test.partition("::")[0] for test in (mutant.control, *mutant.killers)}
+        places = [file if self.is_other(file) else f"{self.tests}/{file}" for file in sorted(tests)]
+        texts = [self.source(place) for place in (mutant.file, *places)]
+        return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
 
     def check(self, mutants: Iterable[Mutant]) -> None:
         """Raise MutantError, with all problems, unless each mutant applies, is Python, and names existing tests."""
@@ -161,80 +153,6 @@ def here() -> Tree:
     return Tree("kvtwin", folders, others=others.packages())
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One ``[[mutant]]``; ``method`` is the name of its file."""
-
-    name: str
-    method: str
-    file: str
-    replace: tuple[tuple[str, str], ...]
-    what: str
-    killers: tuple[str, ...]
-    control: str
-    crash: bool = False
-    of_class: str = ""
-
-    @property
-    def digest(self) -> str:
-        """Hash of the substitution; stored results belong to one substitution."""
-        return hashlib.sha256(repr((self.file, self.replace)).encode()).hexdigest()[:12]
-
-    def applied_to(self, source: str) -> str:
-        """The mutated source. Raises MutantError unless each old text occurs in `source` exactly once."""
-        mutated = source
-        for old, new in self.replace:
-            found = source.count(old)
-            if found != 1 or mutated.count(old) != 1:
-                raise MutantError(f"{self.file}: expected this text exactly once, found it {found} times: {old!r}")
-            mutated = mutated.replace(old, new)
-        if mutated == source:
-            raise MutantError("changes nothing")
-        return mutated
-
-
-def load(folder: Path = HERE) -> list[Mutant]:
-    """All mutants by method, in the order of the files. Raises MutantError for an invalid file."""
-    mutants = [mutant for file in sorted(folder.rglob(kill_matrix.MUTANTS)) for mutant in _load_file(file)]
-    names = [mutant.name for mutant in mutants]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise MutantError(f"names must be unique: {', '.join(twice)}")
-    return mutants
-
-
-def everyone() -> list[Mutant]:
-    """The mutants of kvtwin's methods and of those of other packages. Raises MutantError for an invalid file."""
-    return load() + [mutant for method, file in others.files().items() for mutant in _load_file(file, method)]
-
-
-def _load_file(file: Path, method: str = "") -> list[Mutant]:
-    """The mutants of a file. method: its method, by default the name of the folder."""
-    method = method or file.parent.name
-    tables = tomllib.loads(file.read_text(encoding="utf-8"))
-    control = tables.get("control")
-    found = []
-    for number, table in enumerate(tables.get("mutant", []), start=1):
-        where = f"{method}/{file.name}: {table.get('name', f'mutant {number}')}"
-        unknown = set(table) - {*TEXTS, *OPTIONAL, "replace", "killers"}
-        missing = [key for key in (*TEXTS, "replace", "killers") if not table.get(key)]
-        if unknown or missing:
-            raise MutantError(f"{where}: unknown {sorted(unknown)}, missing {missing}")
-        if not all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in table["replace"]):
-            raise MutantError(f"{where}: replace must be a list of [old text, new text]")
-        table = {"control": control, "of_class": table.pop("class", ""), **table}
-        if table["of_class"] not in ("", *CLASSES):
-            raise MutantError(f"{where}: class must be one of {', '.join(CLASSES)}, got {table['of_class']!r}")
-        if not isinstance(table["control"], str):
-            raise MutantError(f"{where}: neither the mutant nor the file has a control")
-        if table["control"] in table["killers"]:
-            raise MutantError(f"{where}: the control is one of the killers")
-        table["replace"] = tuple((old, new) for old, new in table["replace"])
-        table["killers"] = tuple(table["killers"])
-        found.append(Mutant(method=method, **table))
-    return found
-
-
 class Lab:
     """A clean copy of the tree, and a further copy for each mutant. Leaving the ``with`` block stops the servers."""
 
@@ -277,8 +195,8 @@ class Lab:
             raise MutantError("\n  ".join([f"the suite fails without mutants{ended}:", *said, *lacking]))
         return seconds
 
-    def run(self, mutant: Mutant) -> Result:
-        """Apply a mutant to a copy and run its killers."""
+    def run(self, mutant: Mutant, sources: str = "") -> Result:
+        """Apply a mutant to a copy and run its killers. sources: `Tree.sources` when the tree was copied."""
         root = self.root / mutant.name
         # Includes the byte code of the baseline run; that of the mutated file is stale and removed below.
         shutil.copytree(self.pristine, root, symlinks=True)
@@ -290,7 +208,8 @@ class Lab:
         shutil.rmtree(root)
         outcome = verdict(mutant, facts, code)
         return Result(
-            mutant.name, mutant.method, mutant.what, mutant.file, mutant.digest, seconds=round(seconds, 1), **outcome
+            mutant.name, mutant.method, mutant.what, mutant.file, mutant.digest, seconds=round(seconds, 1),
+            sources=sources, **outcome,
         )
 
     def _pytest(
@@ -368,16 +287,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvtwin.conformance.mutation", description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods whose mutants run (default: all)")
     parser.add_argument("--only", action="append", metavar="NAME", help="run only this mutant; may be repeated")
+    parser.add_argument("--stale", action="store_true", help="run only mutants without a result of the present sources")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="parallel processes (default: 2)")
     parser.add_argument("--store", action="store_true", help="write the results beside the mutants, in mutants.json")
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, got {options.jobs}")
     try:
-        results, mutants = _run(options.methods, options.only, options.jobs)
+        results, mutants = _run(options.methods, options.only, options.jobs, stale=options.stale)
     except (MutantError, MethodError) as error:
         print(error, file=sys.stderr)
         return 2
+    if not results:
+        print("all stored results are of the present sources")
+        return 0
     print(f"\n{kill_matrix.matrix(results)}")
     if options.store:
         kill_matrix.store(results, {(one.method, one.name): one.digest for one in mutants}, HERE, others.files())
@@ -388,7 +311,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if alive else 0
 
 
-def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple[list[Result], list[Mutant]]:
+def _stored(method: str) -> list[dict[str, Any]]:
+    """The stored results of a method, if there are any."""
+    files = others.files()
+    path = files[method].with_name(kill_matrix.MATRIX) if method in files else kill_matrix.matrix_file(method, HERE)
+    return kill_matrix.stored(path) if path.is_file() else []
+
+
+def without_proof(
+    mutants: Sequence[Mutant], sources: Mapping[str, str], rows: Iterable[Mapping[str, Any]]
+) -> list[Mutant]:
+    """The mutants of which no stored row says that they were killed with these substitutions and sources, by name."""
+    proven = {(row["name"], row["digest"], row.get("sources")) for row in rows if row["status"] == "killed"}
+    return [mutant for mutant in mutants if (mutant.name, mutant.digest, sources[mutant.name]) not in proven]
+
+
+def _run(
+    methods: Sequence[str], only: Sequence[str] | None, jobs: int, *, stale: bool = False
+) -> tuple[list[Result], list[Mutant]]:
     mutants = everyone()
     chosen = [mutant for mutant in mutants if not methods or mutant.method in methods]
     chosen = [mutant for mutant in chosen if not only or mutant.name in only]
@@ -398,6 +338,12 @@ def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple
         raise MutantError(f"no such method or mutant: {', '.join(sorted(unknown))}; methods: {', '.join(there)}")
     tree = here()
     tree.check(chosen)
+    sources = {mutant.name: tree.sources(mutant) for mutant in chosen}
+    if stale:
+        rows = [row for method in sorted({mutant.method for mutant in chosen}) for row in _stored(method)]
+        chosen = without_proof(chosen, sources, rows)
+        if not chosen:
+            return [], mutants
     with tempfile.TemporaryDirectory(prefix="kvtwin-mutants-") as folder:
         tests = sorted({test for mutant in chosen for test in (mutant.control, *mutant.killers)})
         results = []
@@ -406,7 +352,7 @@ def _run(methods: Sequence[str], only: Sequence[str] | None, jobs: int) -> tuple
             seconds = sum(pool.map(lab.baseline, [tests[start::parts] for start in range(parts)]))
             print(f"{len(tests)} tests pass without mutants ({seconds:.0f} s of CPU)", flush=True)
             with bar(len(chosen), "mutant") as progress:
-                for result in pool.map(lab.run, chosen):
+                for result in pool.map(lab.run, chosen, [sources[mutant.name] for mutant in chosen]):
                     say(f"{result.status:8} {result.name} ({result.seconds:.1f} s)")
                     results.append(result)
                     progress.update()

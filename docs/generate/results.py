@@ -134,11 +134,11 @@ def _measured(info: Any, what: str, machine: str) -> float | None:
 
 def mutant_classes() -> str:
     """A table of the mutants of each class by method."""
-    from kvtwin.conformance.mutation import mutate
+    from kvtwin.conformance.mutation import mutants as lists
 
-    mutants = mutate.load()
+    mutants = lists.load()
     rows = []
-    for letter, what in mutate.CLASSES.items():
+    for letter, what in lists.CLASSES.items():
         methods = Counter(mutant.method for mutant in mutants if mutant.of_class == letter)
         by_method = ", ".join(f"{method} {number}" for method, number in sorted(methods.items()))
         rows.append([letter, escape(what), str(methods.total()), by_method])
