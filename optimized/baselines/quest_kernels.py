@@ -204,7 +204,7 @@ def select_kernel(
             low, high = tl.minimum(low, least), tl.maximum(high, most)
     width = high.to(tl.int64) - low
     while width > 0:
-        # Up to the highest code, since 341 and 683 are less than a third and two thirds of 1024, rounded up.
+        # A third and two thirds of the way from `low` to `high`, and at most `high`.
         first = (low + (width * 341 >> 10) + 1).to(tl.int32)
         second = (low + (width * 683 >> 10) + 1).to(tl.int32)
         enough = _at_least(code, first, second)
