@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from kvtwin.conformance.baselines.quest.test_quest_state import HEAD_DIM, new_state, token, tokens
+from kvtwin.conformance.baselines.quest.test_quest_state import BATCH, HEAD_DIM, new_state, token, tokens
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.judge.checkers import quest as judge
+from kvtwin.conformance.judge.compare import assert_within
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -22,34 +26,69 @@ def test_of_equal_pages_in_three_tiles_the_first_are_selected(side, twins, devic
     assert found[0, 0].tolist() == list(range(k))
 
 
+def scores_of(order: str, room: int) -> Tensor:
+    """Scores of pages: of few or of many values, each higher than the one before, or each lower."""
+    if order in ("rising", "falling"):
+        return torch.arange(float(room)) if order == "rising" else -torch.arange(float(room))
+    values = 3 if order == "few values" else 2**20
+    score = torch.randint(values, (room,), generator=torch.Generator().manual_seed(room)) - values / 2
+    if room > 4:
+        score[1], score[2] = torch.nan, -torch.inf                      # NaN ranks as -inf
+    return score.float()
+
+
 @both_sides
 @pytest.mark.parametrize("keep_last", [True, False])
-@pytest.mark.parametrize("values", [3, 2**20, None])
-def test_the_best_of_any_number_of_pages_are_selected(side, values, keep_last, twins, device):
-    """Among scores of few or many values, or each higher than the one before, as a stable sort does, with less than a
-    tile and with more than two."""
-    tile = 16 if device.type == "cpu" else 8192
-    of_one, of_two, of_more = (1, 2, tile - 1, tile), (tile + 1, 3 * tile // 2, 2 * tile - 2), (2 * tile, 3 * tile + 3)
-    for pages in of_one + of_two + of_more:
-        if values is None:
-            score = torch.arange(pages + 2.0)
-        else:
-            score = torch.randint(values, (pages + 2,), generator=torch.Generator().manual_seed(pages)) - values / 2
-        score[-2:] = torch.inf                                          # there are no such pages
-        if pages > 4:
-            score[1], score[2] = torch.nan, -torch.inf                  # NaN ranks as -inf
+@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize("order", ["few values", "many values", "rising", "falling"])
+def test_the_best_of_any_number_of_pages_are_selected(side, order, more, keep_last, twins, device):
+    """As a stable sort selects them, with less than a tile and with more than two, with and without room for more."""
+    on_cpu = device.type == "cpu"
+    tile = 16 if on_cpu else 8192
+    # On a GPU fewer, since most have a kernel of their own.
+    some = (1, tile - 1, tile, 3 * tile // 2) if on_cpu else ()
+    for pages in (*some, 2, tile + 1, 2 * tile, 2 * tile + 1, 3 * tile + 1):
+        score = scores_of(order, pages + more)
+        score[pages:] = torch.inf                                       # there are no such pages
         rank = torch.where(score.isnan(), -torch.inf, score)[:pages]
-        order = [int(page) for page in torch.argsort(rank, descending=True, stable=True)]
+        best = torch.argsort(rank, descending=True, stable=True).tolist()
         if keep_last:
-            order.remove(pages - 1)
-            order.insert(0, pages - 1)
-        for k in sorted({1, 2, tile // 2, tile + 1, pages - 1, pages, pages + 1} - {0}):
+            best.remove(pages - 1)
+            best.insert(0, pages - 1)
+        for k in sorted({1, tile // 2, tile + 1, pages - 1, pages, pages + 1} & set(range(1, pages + more + 1))):
             found = getattr(twins, side).baselines.quest.select_pages(
-                score.float().to(device)[None, None], torch.tensor([pages], device=device), k=min(k, pages + 2),
-                keep_last=keep_last,
+                score.to(device)[None, None], torch.tensor([pages], device=device), k=k, keep_last=keep_last
             )
-            expected = sorted(order[:k])
-            assert found[0, 0].tolist() == expected + [-1] * (min(k, pages + 2) - len(expected)), (pages, k)
+            expected = sorted(best[:k])
+            assert found[0, 0].tolist() == expected + [-1] * (k - len(expected)), (pages, k)
+
+
+@both_sides
+def test_many_places_without_a_page_and_a_count_beyond_the_pages(side, twins, device):
+    """More than 1,024 places, which two rounds fill, and a count that another row's scores would follow."""
+    quest = getattr(twins, side).baselines.quest
+    score, count = torch.ones(1, 1, 2200, device=device), torch.tensor([3], device=device)
+    assert quest.select_pages(score, count, k=2100).tolist() == [[[0, 1, 2] + [-1] * 2097]]
+    score, count = torch.tensor([[[1.0, 2.0, 0.0], [5.0, 6.0, 7.0]]], device=device), torch.tensor([5], device=device)
+    assert quest.select_pages(score, count, k=2, keep_last=False).tolist() == [[[0, 1], [1, 2]]]
+
+
+@both_sides
+@pytest.mark.parametrize(("budget", "page_size"), [(40, 2), (12, 2), (15, 5)])
+def test_a_group_attends_to_every_token_once(side, budget, page_size, twins, device):
+    """With more tokens than a tile has, whether all pages are selected or not, and with pages that end in a tile."""
+    state = new_state(getattr(twins, side), device, max_tokens=40, budget=budget, page_size=page_size, query_heads=4)
+    query, key, value = (
+        torch.randn(BATCH, heads, 40, HEAD_DIM, generator=torch.Generator().manual_seed(heads)).to(device)
+        for heads in (4, 1, 2)
+    )
+    value = value[:, :1]
+    state.prefill(query[:, :, :39], key[:, :, :39], value[:, :, :39])
+    output = state.step(*(tensor[:, :, 39] for tensor in (query, key, value)))
+    page = torch.arange(40, device=device) // page_size
+    visible = (state.selected[..., None] == page).any(-2) if budget < 40 else torch.ones(BATCH, 4, 40, dtype=torch.bool)
+    exact = DecodeCase.of(query[:, :, 39], key, value, visible.to(device), per_head=True)
+    assert_within(output, exact.attention.output[:, :, 0], judge.output_bound(exact, 4), what="output")
 
 
 @both_sides

@@ -21,8 +21,9 @@ SMALL: dict[str, Any] = {"budget": 4, "page_size": 2, "max_tokens": 24}
 
 def new_state(side: Any, device: torch.device, *, batch: int = BATCH, **options: Any) -> Any:
     quest, dtype = side.baselines.quest, options.pop("dtype", torch.float32)
+    query_heads = options.pop("query_heads", QUERY_HEADS)
     return quest.QuestState(
-        quest.QuestConfig(**{**SMALL, **options}), batch=batch, query_heads=QUERY_HEADS, key_value_heads=HEADS,
+        quest.QuestConfig(**{**SMALL, **options}), batch=batch, query_heads=query_heads, key_value_heads=HEADS,
         head_dim=HEAD_DIM, dtype=dtype, device=device,
     )
 
