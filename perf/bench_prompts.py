@@ -1,7 +1,7 @@
 """Benchmarks of prompts, whole and in blocks of 128 tokens, beside PyTorch's attention to the same prompt.
 
-The calls are not captured: an empty state gets a prompt as a model gives it. Not gated: with 64K tokens, ThinKV's whole
-prompts and the blocks of methods without a target.
+The calls are not captured: an empty state gets a prompt as a model gives it. Not gated: with 64K tokens, the blocks of
+methods without a target.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_whole_prompt(device_benchmark, method, shape):
     device_benchmark(
         lambda: state.prefill(*given, **more), before=state.reset, moves=moved(shape),
         verify=lambda output: check_causal(*given, occupied, output), capture=False, rounds=ROUNDS[shape],
-        gated=method != "thinkv" or shape is not SHAPES[2], peers=causal_peers(*given),
+        peers=causal_peers(*given),
     )
 
 
