@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.baselines.quest.test_quest_state import BATCH, HEAD_DIM, new_state, token, tokens
+from kvtwin.conformance.baselines.quest.test_quest_state import HEAD_DIM, new_state, token, tokens
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge.checkers import quest as judge
 from kvtwin.conformance.judge.compare import assert_within
@@ -27,14 +27,17 @@ def test_of_equal_pages_in_three_tiles_the_first_are_selected(side, twins, devic
 
 
 def scores_of(order: str, room: int) -> Tensor:
-    """Scores of pages: of few or of many values, each higher than the one before, or each lower."""
+    """Scores of pages: of few neighbouring or of many values, each higher than the one before, or each lower."""
     if order in ("rising", "falling"):
         return torch.arange(float(room)) if order == "rising" else -torch.arange(float(room))
-    values = 3 if order == "few values" else 2**20
-    score = torch.randint(values, (room,), generator=torch.Generator().manual_seed(room)) - values / 2
+    generator = torch.Generator().manual_seed(room)
+    if order == "few values":
+        score = 1.0 + torch.randint(3, (room,), generator=generator) * 2.0**-23
+    else:
+        score = torch.randint(2**20, (room,), generator=generator) - 2.0**19
     if room > 4:
         score[1], score[2] = torch.nan, -torch.inf                      # NaN ranks as -inf
-    return score.float()
+    return score
 
 
 @both_sides
@@ -56,11 +59,23 @@ def test_the_best_of_any_number_of_pages_are_selected(side, order, more, keep_la
             best.remove(pages - 1)
             best.insert(0, pages - 1)
         for k in sorted({1, tile // 2, tile + 1, pages - 1, pages, pages + 1} & set(range(1, pages + more + 1))):
+            torch.full((k,), -7, dtype=torch.int32, device=device)      # the allocator may reuse this memory
             found = getattr(twins, side).baselines.quest.select_pages(
                 score.to(device)[None, None], torch.tensor([pages], device=device), k=k, keep_last=keep_last
             )
             expected = sorted(best[:k])
             assert found[0, 0].tolist() == expected + [-1] * (k - len(expected)), (pages, k)
+
+
+@both_sides
+def test_neighbouring_scores_are_told_apart(side, twins, device):
+    """The highest score and its neighbour, above a lowest one at any distance."""
+    for distance in range(2, 40):
+        score = 1.0 - torch.tensor([0.0, 0.0, 0.0, 1.0, distance, 0.0]) * 2.0**-24
+        found = getattr(twins, side).baselines.quest.select_pages(
+            score.to(device)[None, None], torch.tensor([6], device=device), k=2
+        )
+        assert found.tolist() == [[[0, 5]]], distance
 
 
 @both_sides
@@ -76,17 +91,21 @@ def test_many_places_without_a_page_and_a_count_beyond_the_pages(side, twins, de
 @both_sides
 @pytest.mark.parametrize(("budget", "page_size"), [(40, 2), (12, 2), (15, 5)])
 def test_a_group_attends_to_every_token_once(side, budget, page_size, twins, device):
-    """With more tokens than a tile has, whether all pages are selected or not, and with pages that end in a tile."""
-    state = new_state(getattr(twins, side), device, max_tokens=40, budget=budget, page_size=page_size, query_heads=4)
+    """With more tokens than a tile has, whether all pages are selected or not, with pages that end in a tile, and after
+    a step has counted the token of each of three rows."""
+    state = new_state(
+        getattr(twins, side), device, batch=3, max_tokens=40, budget=budget, page_size=page_size, query_heads=4
+    )
     query, key, value = (
-        torch.randn(BATCH, heads, 40, HEAD_DIM, generator=torch.Generator().manual_seed(heads)).to(device)
+        torch.randn(3, heads, 40, HEAD_DIM, generator=torch.Generator().manual_seed(heads)).to(device)
         for heads in (4, 1, 2)
     )
     value = value[:, :1]
-    state.prefill(query[:, :, :39], key[:, :, :39], value[:, :, :39])
+    state.prefill(query[:, :, :38], key[:, :, :38], value[:, :, :38])
+    state.step(*(tensor[:, :, 38] for tensor in (query, key, value)))
     output = state.step(*(tensor[:, :, 39] for tensor in (query, key, value)))
     page = torch.arange(40, device=device) // page_size
-    visible = (state.selected[..., None] == page).any(-2) if budget < 40 else torch.ones(BATCH, 4, 40, dtype=torch.bool)
+    visible = (state.selected[..., None] == page).any(-2) if budget < 40 else torch.ones(3, 4, 40, dtype=torch.bool)
     exact = DecodeCase.of(query[:, :, 39], key, value, visible.to(device), per_head=True)
     assert_within(output, exact.attention.output[:, :, 0], judge.output_bound(exact, 4), what="output")
 
