@@ -44,9 +44,10 @@ def mutation(folder, monkeypatch, count: int) -> int:
     """With a tree and a lab that run nothing."""
     mutant = mutate.Mutant("m", "toy", "", (), "", ("test",), "control")
     result = mutate.Result("m", "toy", "", "", "", "killed", ("test",), (), 1.0)
-    lab = types.SimpleNamespace(baseline=lambda tests: 1.0, run=lambda mutant: result)
-    monkeypatch.setattr(mutate, "load", lambda: [mutant] * count)
-    monkeypatch.setattr(mutate, "here", lambda: types.SimpleNamespace(check=lambda mutants: None))
+    lab = types.SimpleNamespace(baseline=lambda tests: 1.0, run=lambda mutant, sources: result)
+    monkeypatch.setattr(mutate, "everyone", lambda: [mutant] * count)
+    tree = types.SimpleNamespace(check=lambda mutants: None, sources=lambda mutant: "")
+    monkeypatch.setattr(mutate, "here", lambda: tree)
     monkeypatch.setattr(mutate, "Lab", lambda tree, root: contextlib.nullcontext(lab))
     return mutate.main([])
 
