@@ -199,11 +199,12 @@ def test_rows_of_pages_are_reordered_and_reset(side, twins, device):
 
 
 def unlike(size: int, slots: int, device: torch.device, *, transposed: bool) -> Pages:
-    """Pages of keys and values with other strides, and a block table with twice the columns that it needs."""
+    """Pages of keys and values with other strides, and a block table with columns that nothing may read: of a page that
+    exists, so that a wrong result shows it, and of -1."""
     sizes = {"batch": 2, "slots": slots, "key_value_heads": 2, "head_dim": 16, "dtype": torch.float32, "device": device}
     key, _, table = empty_pages(PagedLayout(size, "heads_first"), **sizes)
     _, value, _ = empty_pages(PagedLayout(size, apart=True), **sizes)
-    wide = torch.cat((table, torch.zeros_like(table)), 1)               # not -1: a wrong one is read, too
+    wide = torch.cat((table, torch.zeros_like(table), torch.full_like(table, -1)), 1)
     return Pages(key, value, wide.t().contiguous().t() if transposed else wide)
 
 

@@ -48,8 +48,10 @@ def matrix(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def matrix_file(method: str, folder: Path) -> Path:
-    """The path of a method's kill matrix, beside its file of mutants."""
+def matrix_file(method: str, folder: Path, others: Mapping[str, Path] = MappingProxyType({})) -> Path:
+    """The path of a method's kill matrix, beside its file of mutants. others: files in other folders, by method."""
+    if method in others:
+        return others[method].with_name(MATRIX)
     (mutants,) = (path for path in folder.rglob(MUTANTS) if path.parent.name == method)
     return mutants.with_name(MATRIX)
 
@@ -63,7 +65,7 @@ def store(
     files of mutants outside of the folder, by method."""
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in RUNS_WITH}
     for method in sorted({result.method for result in results}):
-        path = others[method].with_name(MATRIX) if method in others else matrix_file(method, folder)
+        path = matrix_file(method, folder, others)
         order = {name: digest for (of, name), digest in digests.items() if of == method}
         old = stored(path) if path.is_file() else []
         rows = {row["name"]: row for row in old if order.get(row["name"]) == row["digest"]}

@@ -93,9 +93,13 @@ class Tree:
             raise MutantError(f"file {file} does not exist")
         return (folders[folder] / rest).read_text(encoding="utf-8")
 
+    def test_source(self, file: str) -> str:
+        """The text of a test file."""
+        return self.source(file if self.is_other(file) else f"{self.tests}/{file}")
+
     def tests_in(self, file: str) -> set[str]:
         """The test functions of a test file, "Class::function" where one is in a class."""
-        tree = ast.parse(self.source(file if self.is_other(file) else f"{self.tests}/{file}"))
+        tree = ast.parse(self.test_source(file))
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
         inner = {f"{node.name}::{name}" for node in classes for name in _functions(node)}
         return {*_functions(tree), *(node.name for node in classes), *inner}
@@ -103,8 +107,7 @@ class Tree:
     def sources(self, mutant: Mutant) -> str:
         """Hash of the mutated file and of the test files of the control and the killers."""
         tests = {test.partition("::")[0] for test in (mutant.control, *mutant.killers)}
-        places = [file if self.is_other(file) else f"{self.tests}/{file}" for file in sorted(tests)]
-        texts = [self.source(place) for place in (mutant.file, *places)]
+        texts = [self.source(mutant.file), *(self.test_source(file) for file in sorted(tests))]
         return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
 
     def check(self, mutants: Iterable[Mutant]) -> None:
@@ -313,8 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _stored(method: str) -> list[dict[str, Any]]:
     """The stored results of a method, if there are any."""
-    files = others.files()
-    path = files[method].with_name(kill_matrix.MATRIX) if method in files else kill_matrix.matrix_file(method, HERE)
+    path = kill_matrix.matrix_file(method, HERE, others.files())
     return kill_matrix.stored(path) if path.is_file() else []
 
 

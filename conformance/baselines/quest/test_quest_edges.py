@@ -59,7 +59,7 @@ def test_the_best_of_any_number_of_pages_are_selected(side, order, more, keep_la
             best.remove(pages - 1)
             best.insert(0, pages - 1)
         for k in sorted({1, tile // 2, tile + 1, pages - 1, pages, pages + 1} & set(range(1, pages + more + 1))):
-            torch.full((k,), -7, dtype=torch.int32, device=device)      # the allocator may reuse this memory
+            torch.full((k,), -7, dtype=torch.int32, device=device)      # so that memory of the result is wrong before
             found = getattr(twins, side).baselines.quest.select_pages(
                 score.to(device)[None, None], torch.tensor([pages], device=device), k=k, keep_last=keep_last
             )
@@ -80,7 +80,7 @@ def test_neighbouring_scores_are_told_apart(side, twins, device):
 
 @both_sides
 def test_many_places_without_a_page_and_a_count_beyond_the_pages(side, twins, device):
-    """More than 1,024 places, which two rounds fill, and a count that another row's scores would follow."""
+    """Places are filled 1,024 at a time. A count beyond the pages does not reach the scores of the next row."""
     quest = getattr(twins, side).baselines.quest
     score, count = torch.ones(1, 1, 2200, device=device), torch.tensor([3], device=device)
     assert quest.select_pages(score, count, k=2100).tolist() == [[[0, 1, 2] + [-1] * 2097]]
