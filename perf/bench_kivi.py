@@ -30,5 +30,6 @@ def empty_state(bits: int, shape: Shape) -> KIVIState:
 def test_interval(device_benchmark, bits, shape):
     state = empty_state(bits, shape)
     time_interval(
-        device_benchmark, judge, state, shape, RESIDUAL, lambda: bool(state.keys_quantized.eq(shape.slots).all())
+        device_benchmark, judge, state, shape, RESIDUAL, lambda: bool(state.keys_quantized.eq(shape.slots).all()),
+        gated=shape == SHAPES[0],
     )

@@ -1,4 +1,5 @@
-"""Benchmarks of prompts, whole and in blocks of 128 tokens, beside PyTorch's attention to the same prompt.
+"""Benchmarks of prompts, whole and in blocks of 128 tokens, beside PyTorch's attention to the same prompt, and of the
+memory that they need.
 
 The calls are not captured: an empty state gets a prompt as a model gives it. Not gated: with 64K tokens, the blocks of
 methods without a target.
@@ -7,6 +8,7 @@ methods without a target.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -88,3 +90,32 @@ def test_prompt_in_blocks(device_benchmark, method, shape, monkeypatch):
         lambda: state.prefill(*given), before=state.reset, moves=moved(shape), verify=verify, capture=False,
         rounds=ROUNDS[shape], gated=shape is not SHAPES[2] or method in LONG, peers=causal_peers(*given),
     )
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def of_graphs() -> int:
+    """The bytes that are allocated in the pools of graphs. States share them, so an earlier state may have made them."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["allocated_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
+
+
+@pytest.mark.parametrize(("method", "block"), [
+    *((method, SHAPES[2].queries) for method in WHOLE), *((method, BLOCK) for method in IN_BLOCKS),
+])
+def test_memory(gpu, record_property, method, block):
+    """Beyond inputs, output and cache, the first prompt of 64K tokens of a state needs at most 64 MiB."""
+    shape = SHAPES[2]
+    given, state = tokens(shape, shape.queries, seed=1), empty_state(method, shape, block)
+    more = checkers.extras(state, *given)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() - of_graphs()
+    output = state.prefill(*given, **more)
+    torch.cuda.synchronize()
+    needed = (torch.cuda.max_memory_allocated() - before - output.nbytes) / 2**20
+    record_property("mebibytes", round(needed, 1))
+    assert needed <= 64

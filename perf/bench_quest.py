@@ -1,4 +1,4 @@
-"""Quest's benchmark: a decode step over the selected pages, against full attention over all tokens.
+"""Quest's benchmarks: a decode step, and its attention over the selected pages, against attention over all tokens.
 
 Query heads share the bounds of the pages, but each selects its own pages. "independent" heads have few pages in common;
 the pages of "alike" heads, whose queries are equal, are read once per KV head if the L2 cache keeps them. A model is
@@ -18,7 +18,7 @@ from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers import quest as judge
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.optimized.baselines.quest import QuestState
+from kvtwin.optimized.baselines.quest import QuestState, _attend
 from kvtwin.reference.baselines.quest import QuestConfig, page_bounds, page_scores, select_pages
 
 from .peers import decode_peers
@@ -113,14 +113,28 @@ def check_step(state: QuestState, query: Tensor, key: Tensor, value: Tensor) -> 
     judge.assert_pages_right(
         selected, truth, query[last], maximum, minimum, count, keep_last=True, rounded=config.round_scores
     )
+    check_output(state, query, output, total)
+
+
+def check_output(state: QuestState, query: Tensor, output: Tensor, total: int) -> None:
+    """Check the output of the last row of `total` tokens over the selected pages, with float64."""
+    output, last, config = output[-1:], slice(-1, None), state.config
     place = torch.arange(config.page_size, device=DEVICE)
-    token = (selected[0, :, :, None] * config.page_size + place).flatten(1)                # [Hq, N]
+    token = (state.selected[-1, :, :, None] * config.page_size + place).flatten(1)         # [Hq, N]
     row = torch.arange(len(token), device=DEVICE)[:, None] // state.sizes.group
     visible = (token < total) & (token >= 0)
     keys, values = (tensor[-1][row, token.clamp(0, total - 1)][None] for tensor in (state.key, state.value))
     case = DecodeCase.of(query[last], keys, values, visible[None], per_head=True)
     assert_within(
         output, case.attention.output[:, :, 0], judge.output_bound(case, state.sizes.group), what="output"
+    )
+
+
+def verify_peer(exact: DecodeCase, output: Tensor) -> None:
+    """Check a peer's output of the last row."""
+    assert_within(
+        output[-1:].flatten(1), exact.attention.output[:, :, 0].flatten(1), bounds.decode_output(exact).flatten(1),
+        what="peer's output",
     )
 
 
@@ -131,23 +145,39 @@ def step_benchmark(device_benchmark, shape: Shape, heads: str) -> None:
     exact = DecodeCase.of(query[-1:], keys[-1:], values[-1:])
     state.step(query, key, value)
     bounds_bytes = 2 * shape.batch * shape.key_value_heads * (shape.tokens // PAGE) * shape.head_dim * ITEM
-
-    def verify_peer(output: Tensor) -> None:
-        assert_within(
-            output[-1:].flatten(1), exact.attention.output[:, :, 0].flatten(1),
-            bounds.decode_output(exact).flatten(1), what="peer's output",
-        )
-
     device_benchmark(
         lambda: state.step(query, key, value), moves=bounds_bytes + shape.attention_bytes(tokens_read(state)),
         verify=lambda _: check_step(state, query, key, value), peers=decode_peers(query, keys, values),
-        peers_move=shape.attention_bytes(shape.tokens), verify_peer=verify_peer, gated=shape == LARGE,
+        peers_move=shape.attention_bytes(shape.tokens), verify_peer=lambda output: verify_peer(exact, output),
+        gated=shape == LARGE,
     )
 
 
 @pytest.mark.parametrize("heads", ["independent", "alike"])
 def test_step(device_benchmark, heads):
     step_benchmark(device_benchmark, LARGE, heads)
+
+
+@pytest.mark.parametrize("heads", ["independent", "alike"])
+def test_attention_over_selected_pages(device_benchmark, heads):
+    """The decoding alone, without scores and selection."""
+    state, query = filled(LARGE), queries(LARGE, heads)
+    given = [normal(seed, LARGE.batch, LARGE.key_value_heads, LARGE.head_dim) for seed in (101, 102)]
+    for _ in range(PAGE):                       # to the end of a page: calls count tokens, but do not store any
+        state.step(query, *given)
+    total = state.tokens_seen
+    keys, values = (tensor[:, :, :total] for tensor in (state.key, state.value))
+    exact = DecodeCase.of(query[-1:], keys[-1:], values[-1:])
+    device_benchmark(
+        lambda: _attend(
+            query, state.key, state.value, state._selected, state._count, state._counters, state._pages_now,
+            state._partial, state._row_maxima, state._weight_sums, state.scale, PAGE, state._splits, True,
+        ),
+        moves=LARGE.attention_bytes(tokens_read(state)),
+        verify=lambda output: check_output(state, query, output, total),
+        peers=decode_peers(query, keys, values), peers_move=LARGE.attention_bytes(total),
+        verify_peer=lambda output: verify_peer(exact, output), gated=True,
+    )
 
 
 @pytest.mark.parametrize("shape", OTHERS, ids=str)

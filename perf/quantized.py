@@ -47,10 +47,10 @@ def start_from(state: Any, tokens_seen: int) -> None:
 
 def time_interval(
     device_benchmark: DeviceBenchmark, judge: ModuleType, state: Any, shape: Shape, window: int,
-    is_quantized: Callable[[], bool],
+    is_quantized: Callable[[], bool], gated: bool = False,
 ) -> None:
     """Time the last `window` steps of a state with room for shape.slots tokens. is_quantized: whether all of them are,
-    after these steps."""
+    after these steps. gated: whether the benchmark has thresholds."""
     start = shape.slots - window
     state.prefill(*tokens(shape, start, seed=0))
     several = tokens(shape, window, seed=1)
@@ -76,7 +76,7 @@ def time_interval(
     cache = 2 * shape.batch * (shape.query_heads + shape.key_value_heads) * shape.head_dim * ITEM
     peers = decode_peers(query, key, value)
     device_benchmark(
-        steps, moves=window * (judge.bytes_of(state) + cache), verify=verify, gated=False,
+        steps, moves=window * (judge.bytes_of(state) + cache), verify=verify, gated=gated,
         peers={
             name: lambda peer=peer: [peer() for _ in range(window)]
             for name, peer in peers.items() if name.startswith("cudnn")

@@ -20,6 +20,7 @@ from .kivi_ops import (
     quantize_tensor,
     store_prompt,
 )
+from .kivi_order import in_token_order, keys_by_word, values_by_token
 
 __all__ = ["KIVIConfig", "KIVIState", "QuantizeResult", "dequantize", "quantize"]
 
@@ -93,14 +94,20 @@ class KIVIState(State):
         )
         words = groups * words_of(each, config.key_bits)
         self._key_codes = self._buffer(batch, key_value_heads, words, head_dim, dtype=torch.int32)
-        self._key_scale, self._key_minimum = (
-            self._buffer(batch, key_value_heads, groups, head_dim, dtype=self.dtype) for _ in range(2)
-        )
+        if fragments:
+            scales = self._buffer(batch, key_value_heads, groups, head_dim // 2, 2, 2, dtype=self.dtype)
+            self._key_scale, self._key_minimum = scales.unbind(-2)
+        else:
+            self._key_scale, self._key_minimum = (
+                self._buffer(batch, key_value_heads, groups, head_dim, dtype=self.dtype) for _ in range(2)
+            )
         words = head_dim * config.value_bits // WORD
         self._value_codes = self._buffer(batch, key_value_heads, rows, words, dtype=torch.int32)
         # Scale and minimum lie side by side, so that one load reads both.
         self._value_scales = self._buffer(batch, key_value_heads, rows, head_dim // each, 2, dtype=self.dtype)
-        self._value_scale, self._value_minimum = self._value_scales.unbind(-1)
+        self._fragments = fragments
+        self._key_parts = keys_by_word(self._key_codes, self._key_scale, self._key_minimum, fragments)
+        self._value_parts = values_by_token(self._value_codes, self._value_scales, fragments)
         self._count, self._due = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
         self._counters = self._buffer(2, dtype=torch.int64)
         self.positions = self._buffer(batch, slots, dtype=torch.int64)
@@ -163,25 +170,21 @@ class KIVIState(State):
 
     def codes_of_keys(self) -> QuantizeResult:
         """The quantized keys of every row, as `quantize` returns them: groups of the first tokens, then zeros."""
-        groups, words = self._most_groups, words_of(self.config.group, self.config.key_bits)
-        parts = (
-            self._key_codes[:, :, :groups * words], self._key_scale[:, :, :groups], self._key_minimum[:, :, :groups]
-        )
-        return self._masked(parts, self.keys_quantized, self.config.group)
+        return self._masked(self._key_parts, self.keys_quantized, self.config.group, self._most_groups)
 
     def codes_of_values(self) -> QuantizeResult:
         """The quantized values of every row, as `quantize` returns them: the first tokens, then zeros."""
-        codes, scale, minimum = (
-            part[:, :, :self._most_values] for part in (self._value_codes, self._value_scale, self._value_minimum)
-        )
-        return self._masked((codes, scale, minimum), self.values_quantized, 1)
+        return self._masked(self._value_parts, self.values_quantized, 1, self._most_values)
 
-    def _masked(self, parts: tuple[Tensor, Tensor, Tensor], quantized: Tensor, each: int) -> QuantizeResult:
-        """Codes, scales and minima of the quantized tokens; zeros for others. each: the tokens of a row of scales."""
-        groups = parts[1].shape[2]
+    def _masked(self, parts: tuple[Tensor, Tensor, Tensor], quantized: Tensor, each: int, most: int) -> QuantizeResult:
+        """Codes, scales and minima of the quantized tokens; zeros for others. each: the tokens of a row of scales,
+        most: the rows of scales."""
+        codes, scale, minimum = map(in_token_order, parts)
+        words = codes.shape[2] // scale.shape[2]
         found = []
-        for part in parts:
-            group = torch.arange(part.shape[2], device=self.device) // (part.shape[2] // groups)
+        for part, rows in ((codes, words), (scale, 1), (minimum, 1)):
+            part = part[:, :, :most * rows]
+            group = torch.arange(most * rows, device=self.device) // rows
             there = (group * each < quantized[:, None])[:, None, :, None]
             found.append(part.masked_fill(~there, 0))
         return QuantizeResult(*found)
@@ -205,6 +208,7 @@ class KIVIState(State):
         store_prompt(
             key, value, place, count, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
             self._value_scales, self.config.key_bits, self.config.value_bits, self.config.group, self.config.residual,
+            self._fragments,
         )
         for buffer, tokens in ((self._keys, key), (self._values, value)):
             # The newest tokens in their places: place i has the last token whose number is i modulo its length.

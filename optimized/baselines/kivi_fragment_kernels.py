@@ -17,35 +17,27 @@ from .kivi_fragment_operands import (
     EIGHT,
     channel_of,
     channels,
-    hidden,
     key_operand,
     key_words,
     value_operand,
     value_words,
 )
 from .kivi_kernels import SEEN, number_of, quantized_counts
+from .kivi_order import key_scale_at, key_word_at, value_scale_at
 
 
 @triton.jit
-def _add_values(
-    acc, shares, found, codes, scales, first, STRIDE: tl.constexpr, MANY: tl.constexpr, MORE: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr,
-):
-    """acc [D, 8] plus the first MANY operands of a tile's values, 16 tokens each, times shares [16, 8]. found: the
-    `value_words` of the first operand; with MORE, those of the operand behind the last one are returned."""
-    for i in tl.static_range(MANY):
-        words, others, scales_of_words = found
-        if MORE or i + 1 < MANY:
-            found = value_words(codes, scales, first, i + 1, STRIDE, GROUP, HEAD_DIM, BITS)
-        v = value_operand(words, others, scales_of_words, HEAD_DIM, BITS, DTYPE)
-        acc += dot(v, round_to(shares[i], DTYPE))
-    return acc, found
+def _add_values(acc, shares, found, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """acc [D, 8] plus four operands of values, 16 tokens each, times shares [16, 8]. found: their `value_words`."""
+    for i in tl.static_range(4):
+        acc += dot(value_operand(found, i, HEAD_DIM, BITS, DTYPE), round_to(shares[i], DTYPE))
+    return acc
 
 
 @triton.jit
 def _attend_tile(
-    acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_steps, key_shifts, value_codes,
-    value_scales, tile, count, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_scales, value_codes, value_scales,
+    tile, count, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Update the online softmax with the tokens of the words 8 tile to 8 tile + 7, those before `count`. What a product
@@ -59,11 +51,9 @@ def _attend_tile(
     for part in tl.static_range(PARTS):
         words, steps, shifts = packed, step, shift
         if part + 1 < PARTS:
-            packed, step, shift = key_words(
-                key_codes, key_steps, key_shifts, tile * 8, part + 1, HEAD_DIM, WORDS
-            )
+            packed, step, shift = key_words(key_codes, key_scales, tile * 8, part + 1, HEAD_DIM, WORDS)
         logit += dot(key_operand(words, steps, shifts, KEY_BITS, DTYPE), query_parts[part])
-    found = value_words(value_codes, value_scales, first, 0, C, GROUP, HEAD_DIM, VALUE_BITS)
+    found = value_words(value_codes, value_scales, first, C, GROUP, HEAD_DIM, VALUE_BITS)
     m = tl.arange(0, TOKENS)
     token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
     logit = multiply(logit, scale)
@@ -86,20 +76,12 @@ def _attend_tile(
         p0, p2 = tl.split(even)
         p1, p3 = tl.split(odd)
     if KEY_BITS == 2:
-        # A loop that is not unrolled: unrolled, it has fewer instructions, but fetching them takes longer.
-        shares = (p0, p1, p2, p3, p4, p5, p6, p7)
-        for turn in range(0, hidden(tl.full([], 4, tl.int32))):
-            acc, found = _add_values(
-                acc, shares, found, value_codes, value_scales, first + 2 * turn, C, 2, True, GROUP, HEAD_DIM,
-                VALUE_BITS, DTYPE,
-            )
-            shares = shares[2:] + shares[:2]
+        more = value_words(value_codes, value_scales, first + 4, C, GROUP, HEAD_DIM, VALUE_BITS)
+        acc = _add_values(acc, (p0, p1, p2, p3), found, HEAD_DIM, VALUE_BITS, DTYPE)
+        acc = _add_values(acc, (p4, p5, p6, p7), more, HEAD_DIM, VALUE_BITS, DTYPE)
     else:
-        acc, found = _add_values(
-            acc, (p0, p1, p2, p3), found, value_codes, value_scales, first, C, 4, False, GROUP, HEAD_DIM, VALUE_BITS,
-            DTYPE,
-        )
-    packed, step, shift = key_words(key_codes, key_steps, key_shifts, tile * 8 + 8, 0, HEAD_DIM, WORDS)
+        acc = _add_values(acc, (p0, p1, p2, p3), found, HEAD_DIM, VALUE_BITS, DTYPE)
+    packed, step, shift = key_words(key_codes, key_scales, tile * 8 + 8, 0, HEAD_DIM, WORDS)
     return acc, row_max, weight_sum, packed, step, shift
 
 
@@ -108,8 +90,8 @@ def _keys_of_word(key_codes, key_scale, key_minimum, word, d, place, HEAD_DIM: t
                   WORDS: tl.constexpr):
     """The keys of a word in the places [N] of its codes: [N, D] float32."""
     C: tl.constexpr = 32 // BITS
-    packed = tl.load(key_codes + word * HEAD_DIM + d)[None, :]
-    at = word // WORDS * HEAD_DIM + d
+    packed = tl.load(key_codes + key_word_at(word, d, HEAD_DIM, True))[None, :]
+    at = key_scale_at(word // WORDS, d, HEAD_DIM, True)
     step, shift = float32(tl.load(key_scale + at))[None, :], float32(tl.load(key_minimum + at))[None, :]
     return number_of((packed >> (place % C * BITS)[:, None]) & ((1 << BITS) - 1)) * step + shift
 
@@ -153,14 +135,15 @@ def _forget_values_behind(scales, count, end, HEAD_DIM: tl.constexpr, KEY_BITS: 
     0, but what lies there may not be finite."""
     token, group = count + tl.arange(0, 256 // KEY_BITS), tl.arange(0, HEAD_DIM // GROUP)
     zero = tl.zeros([256 // KEY_BITS, HEAD_DIM // GROUP], tl.int32)
-    tl.store(scales + token[:, None] * (HEAD_DIM // GROUP) + group[None, :], zero, mask=(token < end)[:, None])
+    at = value_scale_at(token[:, None], group[None, :], HEAD_DIM // GROUP, True)
+    tl.store(scales + at, zero, mask=(token < end)[:, None])
     tl.debug_barrier()
 
 
 @triton.jit
-def _query_part(query, d_stride, valid, PART: tl.constexpr):
-    """The rows `channels(PART)` of q [D, 8]; query [1, 8]: pointers to its columns."""
-    return tl.load(query + channels(PART).to(tl.int64)[:, None] * d_stride, mask=valid, other=0.0)
+def _query_part(query, d_stride, valid, NUMBER: tl.constexpr):
+    """The rows `channels(NUMBER)` of q [D, 8]; query [1, 8]: pointers to its columns."""
+    return tl.load(query + channels(NUMBER).to(tl.int64)[:, None] * d_stride, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -181,7 +164,7 @@ def _query_parts(query, d_stride, valid, HEAD_DIM: tl.constexpr):
     "new_value_b", "new_value_h",
 ])
 def fragment_kernel(
-    query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_steps, key_shifts, value_codes,
+    query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scales, value_codes,
     value_scales, count, counters, positions, partial, row_maxima, weight_sums,
     scale, heads, splits, residual, slots, key_groups, value_rows, query_b, query_h, query_d, new_key_b, new_key_h,
     new_key_d, new_value_b, new_value_h, new_value_d,
@@ -189,8 +172,9 @@ def fragment_kernel(
     GROUP: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Program: a share of what one KV head attends to, as in `kivi_step_kernels.attention_kernel`, except that the
-    last one has all tokens whose values are not quantized. key_steps, key_shifts: the scales and minima of keys as
-    int32, two channels each; value_scales: those of values as int32, a scale and its minimum.
+    last one has all tokens whose values are not quantized. Codes and scales as in `kivi_order.py`, with FRAGMENTS.
+    key_scales: the scales and minima of keys as int32, each of two channels; value_scales: those of values as int32, a
+    scale and its minimum.
 
     Programs for the last tokens come last: they are short, and between the others they would leave multiprocessors
     unevenly filled."""
@@ -213,8 +197,7 @@ def fragment_kernel(
     weight_sum = tl.zeros([EIGHT, EIGHT], tl.float32)
     channel = channel_of(d, HEAD_DIM, VALUE_BITS)
     if not rest:
-        key_steps += row_head * key_groups * (HEAD_DIM // 2)
-        key_shifts += row_head * key_groups * (HEAD_DIM // 2)
+        key_scales += row_head * key_groups * HEAD_DIM
         value_codes += row_head * value_rows * (HEAD_DIM * VALUE_BITS // 32)
         value_scales += row_head * value_rows * (HEAD_DIM // GROUP)
         query_parts = _query_parts(query, query_d, valid, HEAD_DIM)
@@ -222,16 +205,15 @@ def fragment_kernel(
         each = tl.cdiv(tiles, splits)
         # A program without tokens also reads keys: there is room for a tile behind the last one.
         packed, step, shift = key_words(
-            key_codes, key_steps, key_shifts, tl.minimum(split * each, tiles) * 8, 0, HEAD_DIM, WORDS
+            key_codes, key_scales, tl.minimum(split * each, tiles) * 8, 0, HEAD_DIM, WORDS
         )
         end = tl.minimum(split * each + each, tiles)
         if end == tiles:
             _forget_values_behind(value_scales, values_quantized, tiles * (256 // KEY_BITS), HEAD_DIM, KEY_BITS, GROUP)
         for tile in range(split * each, end):
             acc, row_max, weight_sum, packed, step, shift = _attend_tile(
-                acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_steps, key_shifts,
-                value_codes, value_scales, tile, values_quantized, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS,
-                DTYPE,
+                acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_scales, value_codes,
+                value_scales, tile, values_quantized, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS, DTYPE,
             )
     else:
         keys += row_head * residual * HEAD_DIM
@@ -246,10 +228,10 @@ def fragment_kernel(
                 tl.store(positions + b * slots + before, seen)
         tl.debug_barrier()                                              # this program also reads what it has written
         q = tl.load(query + d.to(tl.int64)[:, None] * query_d, mask=valid, other=0.0)
+        of_head = row_head * key_groups * (2 * HEAD_DIM)
         acc, row_max, weight_sum = _attend_rest(
-            acc, row_max, weight_sum, q, keys, values, key_codes, key_scale + row_head * key_groups * HEAD_DIM,
-            key_minimum + row_head * key_groups * HEAD_DIM, values_quantized, total, keys_quantized, residual, scale,
-            channel, HEAD_DIM, KEY_BITS, WORDS,
+            acc, row_max, weight_sum, q, keys, values, key_codes, key_scale + of_head, key_minimum + of_head,
+            values_quantized, total, keys_quantized, residual, scale, channel, HEAD_DIM, KEY_BITS, WORDS,
         )
     part = (row_head * GROUP_HEADS + head) * (splits + 1) + split
     tl.store(row_maxima + part, row_max, mask=head < GROUP_HEADS)

@@ -13,18 +13,18 @@ import triton
 import triton.language as tl
 
 from .._common.launch import PTX
+from .kivi_order import LANES, PART, VECTOR
 from .kivi_step_kernels import pair_of
 
 _PTX = tl.constexpr(PTX)
-#: The words of a tile, and the side of query heads in a product.
-EIGHT = tl.constexpr(8)
+#: The words of a tile, the lanes that share a value, and the side of query heads in a product.
+EIGHT = LANES
 
 
 @triton.jit
 def hidden(index):
     """int32 whose values the compiler does not see. If it saw consecutive indices, it would assign neighbouring lanes
-    to them, but here these are rows, which the layout of an operand assigns to distant lanes. If it saw the number of
-    turns of a loop, it would unroll the loop."""
+    to them, but here these are rows, which the layout of an operand assigns to distant lanes."""
     if _PTX:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=True, pack=1
@@ -93,34 +93,32 @@ def _unpacked(y, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def channels(PART: tl.constexpr):
-    """The channels of the PART-th operand of keys and queries."""
-    return PART * 16 + tl.arange(0, 16)
+def channels(NUMBER: tl.constexpr):
+    """The channels of the NUMBER-th operand of keys and queries."""
+    return tl.arange(0, PART) + NUMBER * PART
 
 
 @triton.jit
-def key_words(
-    codes, steps, shifts, first, PART: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr
-):
-    """The channels `channels(PART)` of the 8 words of keys from `first` on, and the scales and minima of two channels
-    in an int32."""
+def key_words(codes, scales, first, NUMBER: tl.constexpr, HEAD_DIM: tl.constexpr, WORDS: tl.constexpr):
+    """The channels `channels(NUMBER)` of the 8 words of keys from `first` on, and the scales and minima of two channels
+    in an int32. scales: those of keys as int32."""
     # What differs between parts, and between a lane's numbers, is constant and becomes part of the load. `first` is a
     # multiple of 8, and WORDS a power of two, since a group divides the head dim.
-    word, pair = tl.arange(0, EIGHT), tl.arange(0, 8)
-    at = first // WORDS * (HEAD_DIM // 2)
-    offset = (word // WORDS)[:, None] * (HEAD_DIM // 2) + pair[None, :]
-    return (
-        tl.load(codes + first * HEAD_DIM + (word[:, None] * HEAD_DIM + channels(0)[None, :]) + PART * 16),
-        tl.load(steps + at + offset + PART * 8), tl.load(shifts + at + offset + PART * 8),
+    word, i = tl.arange(0, EIGHT), tl.arange(0, PART)
+    packed = tl.load(
+        codes + first * HEAD_DIM + (word[:, None] * PART + i[None, :]) + NUMBER * (EIGHT * PART)
     )
+    both = tl.load(
+        scales + first // WORDS * HEAD_DIM + ((word // WORDS)[:, None] * HEAD_DIM + i[None, :]) + NUMBER * PART
+    )
+    step, shift = tl.split(tl.reshape(both, (EIGHT, 4, 2, 2)))                          # word, t, two columns
+    return packed, step, shift
 
 
 @triton.jit
 def key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
     """Keys [8 C, 16] from `key_words`; row ((j, h), g) is code j + h C / 2 of word g."""
     C: tl.constexpr = 32 // BITS
-    step = tl.reshape(step, (EIGHT, 4, 2))                                              # word, t, two columns
-    shift = tl.reshape(shift, (EIGHT, 4, 2))
     one, other = tl.split(tl.reshape(packed, (EIGHT, 4, 2, 2)))
     y = _all_rows(_lower_halves(one, other), _upper_halves(one, other), step, shift, BITS, DTYPE)
     y = _unpacked(y, DTYPE)
@@ -133,7 +131,7 @@ def key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _four(x):
-    """The four tensors along the last dimension, in their order."""
+    """The four tensors [4, 8] along the last dimension, in their order."""
     even, odd = tl.split(tl.reshape(x, (4, EIGHT, 2, 2)))
     a, c = tl.split(even)
     b, d = tl.split(odd)
@@ -141,36 +139,33 @@ def _four(x):
 
 
 @triton.jit
-def _words_of(codes, first, token, step, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr):
-    """The UNIT-th of a lane's words of the tokens first + token [4, 1, 1] + step [1, 1, 4]: four times [4, 8]."""
+def _four_of_four(x):
+    """The four tensors [4, 8, 4] along the last dimension, in their order."""
+    even, odd = tl.split(tl.reshape(x, (4, EIGHT, 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def value_words(codes, scales, first, STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+                BITS: tl.constexpr):
+    """What four operands of values need, see `value_operand`: a lane's words of the first ones and of the others, and
+    the scale, below, and the minimum of these words. Column 8 h + g of operand n is token
+    first + n + g STRIDE + h STRIDE / 2. scales: those of values as int32."""
+    # A lane has the columns 4 t to 4 t + 3 of each operand, so the four operands of a column have one load.
+    t, i = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, None, :, None]
+    e = tl.arange(0, VECTOR)[None, None, None, :]
+    token = t % 2 * (4 * STRIDE) + t // 2 * (STRIDE // 2) + i * STRIDE
     EACH: tl.constexpr = HEAD_DIM * BITS // 32
-    word = hidden(tl.arange(0, EIGHT) * (EACH // EIGHT) + UNIT)[None, :, None]
-    return _four(tl.load(codes + first * EACH + (token * EACH + word) + step * EACH))
-
-
-@triton.jit
-def _scales_of(scales, first, token, step, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The scale, below, and the minimum of a lane's words of tokens as in `_words_of`: four times [4, 8] int32."""
-    EACH: tl.constexpr = HEAD_DIM // GROUP
-    group = hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :, None]
-    return _four(tl.load(scales + first * EACH + (token * EACH + group) + step * EACH))
-
-
-@triton.jit
-def value_words(
-    codes, scales, first, NUMBER: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """The words and scales of 16 values, each for the columns 4 t to 4 t + 3. Column 8 h + g is token
-    first + NUMBER + g STRIDE + h STRIDE / 2."""
-    # The compiler's time depends on the number of loads: the four tokens of a lane have one.
-    t, i = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, None, :]
-    token, step = t % 2 * (4 * STRIDE) + t // 2 * (STRIDE // 2), i * STRIDE + NUMBER
-    words = _words_of(codes, first, token, step, 0, HEAD_DIM, BITS)
+    at = first * EACH + (token * EACH + hidden(tl.arange(0, EIGHT))[None, :, None, None] * VECTOR + e)
+    words = tl.load(codes + at)
     others = words
-    if HEAD_DIM * BITS == 512:
-        others = _words_of(codes, first, token, step, 1, HEAD_DIM, BITS)
-    return words, others, _scales_of(scales, first, token, step, GROUP, HEAD_DIM)
+    if EACH == 2 * EIGHT:
+        others = tl.load(codes + at + 2 * EACH)
+    GROUPS: tl.constexpr = HEAD_DIM // GROUP
+    group = hidden(tl.arange(0, EIGHT) * (HEAD_DIM // EIGHT) // GROUP)[None, :, None, None]
+    return words, others, tl.load(scales + first * GROUPS + (token * GROUPS + group * VECTOR + e))
 
 
 @triton.jit
@@ -183,17 +178,24 @@ def _of_two_tokens(one, other, scale, other_scale, BITS: tl.constexpr, DTYPE: tl
 
 
 @triton.jit
-def value_operand(words, others, scales, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """V^T [D, 16] from `value_words`; row m is channel `channel_of(m)`."""
-    y = tl.join(
+def _of_four_tokens(words, scales, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """The values of words of four tokens, in two pairs."""
+    return tl.join(
         _of_two_tokens(words[0], words[1], scales[0], scales[1], BITS, DTYPE),
         _of_two_tokens(words[2], words[3], scales[2], scales[3], BITS, DTYPE),
     )
+
+
+@triton.jit
+def value_operand(found, NUMBER: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """V^T [D, 16], the NUMBER-th of four operands whose `value_words` were found; row m is channel `channel_of(m)`."""
+    scales = _four(_four_of_four(found[2])[NUMBER])
     if HEAD_DIM * BITS == 512:
-        y = tl.join(y, tl.join(
-            _of_two_tokens(others[0], others[1], scales[0], scales[1], BITS, DTYPE),
-            _of_two_tokens(others[2], others[3], scales[2], scales[3], BITS, DTYPE),
-        ))
+        units = _four_of_four(found[NUMBER // 2])
+        words, others = _four(units[NUMBER % 2 * 2]), _four(units[NUMBER % 2 * 2 + 1])
+        y = tl.join(_of_four_tokens(words, scales, BITS, DTYPE), _of_four_tokens(others, scales, BITS, DTYPE))
+    else:
+        y = _of_four_tokens(_four(_four_of_four(found[0])[NUMBER]), scales, BITS, DTYPE)
     y = _unpacked(y, DTYPE)                           # t, word, row, bits of the number, two pairs, (unit,) pair
     if BITS == 2:
         y = tl.permute(y, (3, 4, 5, 2, 1, 0, 6, 7))

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .._common.numerics import divided, float32, multiply, round_to, without_sign_of_zero
+from .kivi_order import key_scale_at, key_word_at, value_scale_at, value_word_at
 
 #: How a kernel finds tokens: EVERY group of a tensor, the prompt by a table of places, or the buffers of a step.
 EVERY, PROMPT, STEP = (tl.constexpr(number) for number in range(3))
@@ -73,9 +74,10 @@ def extremes(x, inside, AXIS: tl.constexpr):
 @triton.jit
 def _store_keys(
     x, there, codes, scale, minimum, first_word, group, d, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
-    """Quantize and store a group of keys x [ROWS, BLOCK] float32 (channels d), of which the first GROUP rows exist."""
+    """Quantize and store a group of keys x [ROWS, BLOCK] float32 (channels d), of which the first GROUP rows exist.
+    FRAGMENTS: see `kivi_order.py`."""
     C: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS // C
     low, high, finite = extremes(x, there, 0)
@@ -84,19 +86,20 @@ def _store_keys(
     code = tl.reshape(tl.where(there, code, 0), (WORDS, C, BLOCK))
     word = tl.sum(code << (tl.arange(0, C) * BITS)[None, :, None], 1)
     in_head = d < HEAD_DIM
-    at = (first_word + tl.arange(0, WORDS))[:, None] * HEAD_DIM + d[None, :]
+    at = key_word_at((first_word + tl.arange(0, WORDS))[:, None], d[None, :], HEAD_DIM, FRAGMENTS)
     tl.store(codes + at, word, mask=in_head[None, :])
-    tl.store(scale + group * HEAD_DIM + d, round_to(step, scale.dtype.element_ty), mask=in_head)
-    tl.store(minimum + group * HEAD_DIM + d, round_to(shift, scale.dtype.element_ty), mask=in_head)
+    at = key_scale_at(group, d, HEAD_DIM, FRAGMENTS)
+    tl.store(scale + at, round_to(step, scale.dtype.element_ty), mask=in_head)
+    tl.store(minimum + at, round_to(shift, scale.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
 def store_values(
     x, there, codes, scale, minimum, token, valid, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, D_PAD: tl.constexpr, DISTANCE: tl.constexpr,
+    ROWS: tl.constexpr, D_PAD: tl.constexpr, DISTANCE: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Quantize and store the values x [ROWS, D_PAD] float32 of tokens [ROWS] int64, those that are valid. DISTANCE:
-    that of two scales, and of two minima."""
+    that of two scales, and of two minima. FRAGMENTS: see `kivi_order.py`."""
     C: tl.constexpr = 32 // BITS
     x = tl.reshape(x, (ROWS, D_PAD // GROUP, GROUP))
     there = tl.reshape(there, (ROWS, D_PAD // GROUP, GROUP))
@@ -107,10 +110,10 @@ def store_values(
     word = tl.sum(code << (tl.arange(0, C) * BITS)[None, None, :], 2)
     w, group = tl.arange(0, D_PAD // C), tl.arange(0, D_PAD // GROUP)
     tl.store(
-        codes + token[:, None] * (HEAD_DIM // C) + w[None, :], word,
+        codes + value_word_at(token[:, None], w[None, :], HEAD_DIM, BITS, FRAGMENTS), word,
         mask=valid[:, None] & (w < HEAD_DIM // C)[None, :],
     )
-    at = (token[:, None] * (HEAD_DIM // GROUP) + group[None, :]) * DISTANCE
+    at = value_scale_at(token[:, None], group[None, :], HEAD_DIM // GROUP, FRAGMENTS) * DISTANCE
     inside = valid[:, None] & (group < HEAD_DIM // GROUP)[None, :]
     tl.store(scale + at, round_to(step, scale.dtype.element_ty), mask=inside)
     tl.store(minimum + at, round_to(shift, scale.dtype.element_ty), mask=inside)
@@ -122,7 +125,7 @@ def store_values(
 def quantize_keys_kernel(
     x, place, count, due, counters, codes, scale, minimum, heads, groups, capacity, residual, slots, x_b, x_h, x_t, x_d,
     HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    MODE: tl.constexpr,
+    MODE: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Program: a group of keys of a row's KV head, BLOCK channels at a time. groups: those that each head has programs
     for; capacity: those that it has memory for.
@@ -162,7 +165,7 @@ def quantize_keys_kernel(
             y = float32(tl.load(x + at, mask=there, other=0.0))
             _store_keys(
                 y, there, codes, scale, minimum, (row_head * capacity + group) * (ROWS * BITS // 32),
-                row_head * capacity + group, d, HEAD_DIM, BITS, GROUP, ROWS, BLOCK,
+                row_head * capacity + group, d, HEAD_DIM, BITS, GROUP, ROWS, BLOCK, FRAGMENTS,
             )
 
 
@@ -172,7 +175,7 @@ def quantize_keys_kernel(
 def quantize_values_kernel(
     x, place, count, codes, scale, minimum, heads, tiles, tokens, capacity, residual, slots, x_b, x_h, x_t, x_d,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    MODE: tl.constexpr, DISTANCE: tl.constexpr,
+    MODE: tl.constexpr, DISTANCE: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Program: ROWS values of a row's KV head, in modes EVERY and PROMPT of `quantize_keys_kernel`. tokens: T or, for a
     prompt, the most that are quantized; capacity: the values that a head has memory for."""
@@ -193,7 +196,7 @@ def quantize_values_kernel(
     # Without tokens, the extremes are infinite, but nothing is stored.
     store_values(
         y, there, codes, scale, minimum, row_head * capacity + token, valid, HEAD_DIM, BITS, GROUP, ROWS, D_PAD,
-        DISTANCE,
+        DISTANCE, FRAGMENTS,
     )
 
 

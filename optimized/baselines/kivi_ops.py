@@ -66,6 +66,7 @@ def _(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) -> tuple[
 def _keys_kernel(
     x: Tensor, place: Tensor | None, count: Tensor | None, due: Tensor | None, counters: Tensor | None, codes: Tensor,
     scale: Tensor, minimum: Tensor, bits: int, group: int, residual: int, mode: int, groups: int,
+    fragments: bool = False,
 ) -> None:
     """Launch `quantize_keys_kernel`, with `groups` programs per head. Arguments that the mode does not use are None."""
     batch, heads, _, head_dim = x.shape
@@ -76,13 +77,14 @@ def _keys_kernel(
             x, codes if place is None else place, codes if count is None else count, codes if due is None else due,
             codes if counters is None else counters, codes, scale, minimum, heads, groups, scale.shape[2], residual,
             1 if place is None else place.shape[1], *x.stride(),
-            HEAD_DIM=head_dim, BITS=bits, GROUP=group, ROWS=rows, BLOCK=block, MODE=mode, num_warps=4,
+            HEAD_DIM=head_dim, BITS=bits, GROUP=group, ROWS=rows, BLOCK=block, MODE=mode, FRAGMENTS=fragments,
+            num_warps=4,
         )
 
 
 def _values_kernel(
     x: Tensor, place: Tensor | None, count: Tensor | None, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int,
-    group: int, residual: int, mode: int, tokens: int,
+    group: int, residual: int, mode: int, tokens: int, fragments: bool = False,
 ) -> None:
     """Launch `quantize_values_kernel` for the first `tokens` values. Arguments that the mode does not use are None."""
     batch, heads, _, head_dim = x.shape
@@ -93,7 +95,7 @@ def _values_kernel(
             x, codes if place is None else place, codes if count is None else count, codes, scale, minimum, heads,
             tiles, tokens, scale.shape[2], residual, 1 if place is None else place.shape[1], *x.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BITS=bits, GROUP=group, ROWS=rows, MODE=mode,
-            DISTANCE=1 if mode == EVERY.value else APART.value, num_warps=4,
+            DISTANCE=1 if mode == EVERY.value else APART.value, FRAGMENTS=fragments, num_warps=4,
         )
 
 
@@ -133,28 +135,29 @@ def _(
 def store_prompt(
     key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
     value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int, residual: int,
+    fragments: bool,
 ) -> None:
     """Quantize the keys and values of a prompt [B, Hkv, T, D], of which row b has count[b] tokens, at place[b] of the
-    prompt. A state's buffers as in `attention_kernel`."""
+    prompt. A state's buffers as in `attention_kernel` or, with fragments, `fragment_kernel`."""
     total = key.shape[2]
     if total >= residual:
         _keys_kernel(
             key, place, count, None, None, key_codes, key_scale, key_minimum, key_bits, group, residual, PROMPT.value,
-            (total - total % residual) // group,
+            (total - total % residual) // group, fragments,
         )
     if total > residual:
         scale, minimum = value_scales.unbind(-1)
         _values_kernel(
             value, place, count, value_codes, scale, minimum, value_bits, group, residual, PROMPT.value,
-            total - residual,
+            total - residual, fragments,
         )
 
 
 @store_prompt.register_fake
 def _(
     key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int,
-    residual: int,
+    value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int, residual: int,
+    fragments: bool,
 ) -> None:
     return None
 
@@ -189,10 +192,11 @@ def attend_step(
         constants = {
             "KEY_BITS": key_bits, "VALUE_BITS": value_bits, "GROUP": group, "WORDS": words_of(group, key_bits),
         }
-        if in_fragments(keys.dtype, query_heads // heads, head_dim, group, key_bits, value_bits):
+        fragments = in_fragments(keys.dtype, query_heads // heads, head_dim, group, key_bits, value_bits)
+        if fragments:
             fragment_kernel[(batch * heads * (splits + 1),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scale.view(torch.int32),
-                key_minimum.view(torch.int32), value_codes, value_scales.view(torch.int32), *numbers, **constants,
+                value_codes, value_scales.view(torch.int32), *numbers, **constants,
                 GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, num_warps=1, num_stages=1,
                 maxnreg=FRAGMENT_REGISTERS,
             )
@@ -207,11 +211,12 @@ def attend_step(
         merge_kernel[(batch * heads,)](
             partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, count, counters,
             due, heads, splits + 1, residual, slots, value_scales.shape[2],
-            **shape, BITS=value_bits, GROUP=group, PARTS=triton.next_power_of_2(splits + 1), num_warps=4,
+            **shape, BITS=value_bits, GROUP=group, PARTS=triton.next_power_of_2(splits + 1), FRAGMENTS=fragments,
+            num_warps=4,
         )
         _keys_kernel(
             keys, None, count, due, counters, key_codes, key_scale, key_minimum, key_bits, group, residual, STEP.value,
-            residual // group,
+            residual // group, fragments,
         )
     return output
 
@@ -238,12 +243,12 @@ def in_fragments(
 
 
 def fragment_room(groups: int, rows: int, group: int, key_bits: int) -> tuple[int, int]:
-    """The groups of keys and rows of values to allocate per KV head, so that `fragment_kernel` can read whole tiles if
-    `groups` and `rows` are in use. It also loads the keys of a tile more and one value more, but does not use them."""
+    """The groups of keys and rows of values to allocate per KV head: whole tiles, so that `fragment_kernel` can read
+    them if `groups` and `rows` are in use. It also loads the keys of a tile more, but does not use them."""
     tile = EIGHT.value * WORD // key_bits
     tiles = triton.cdiv(rows, tile)
-    # 8 more rows, not 1, so that the rows of each head begin at an aligned address.
-    return max(groups, triton.cdiv((tiles + 1) * tile, group)), tiles * tile + EIGHT.value
+    tiles_of_keys = max(triton.cdiv(groups * group, tile), tiles + 1)
+    return triton.cdiv(tiles_of_keys * tile, group), tiles * tile
 
 
 def fragment_splits(rows: int, tokens: int, key_bits: int, device: torch.device) -> int:

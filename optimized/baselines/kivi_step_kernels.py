@@ -311,7 +311,7 @@ def merge_kernel(
     partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, count, counters, due,
     heads, parts, residual, slots, value_rows,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Program: a KV head. Merges the shares of its attention, and quantizes its oldest unquantized value if there are
     R + 1. due [B] int64: the row's new number of tokens; 0 if none arrived."""
@@ -342,5 +342,5 @@ def merge_kernel(
         v = float32(tl.load(values + at, mask=there, other=0.0))
         store_values(
             v, there, value_codes, value_scale, value_minimum, row_head * value_rows + token, token >= 0, HEAD_DIM,
-            BITS, GROUP, 1, D_PAD, APART,
+            BITS, GROUP, 1, D_PAD, APART, FRAGMENTS,
         )

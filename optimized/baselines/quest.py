@@ -206,26 +206,41 @@ def _step(
     """One step: stores the token, scores and selects pages, attends, and counts the token. If `selected` has room for
     all pages, it is not written, and all query heads attend to all tokens."""
     (batch, query_heads, head_dim), (_, heads, slots, _) = query.shape, key.shape
-    room, wanted = maximum.shape[2], selected.shape[2]
-    group, pad, some = query_heads // heads, padded_head_dim(head_dim), wanted < room
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    shape = {"HEAD_DIM": head_dim, "D_PAD": pad}
-    of_group = {"GROUP": group, "ROWS": group_rows(group, query.dtype), **shape}
+    room = maximum.shape[2]
+    group, some = query_heads // heads, selected.shape[2] < room
     block = _page_block(head_dim, query.element_size(), room)
     tiles = triton.cdiv(room, block) if some else 1
     with on_device_of(query):
         score_kernel[(batch * heads * tiles,)](
             query, new_key, new_value, key, value, maximum, minimum, scores, count, counters, positions, pages_now,
             heads, tiles, room, slots, size, *query.stride(), *new_key.stride(), *new_value.stride(),
-            **of_group, PAGES=block, STEP=True, SCORES=some, ROUND=round_scores, num_warps=4,
+            GROUP=group, ROWS=group_rows(group, query.dtype), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
+            PAGES=block, STEP=True, SCORES=some, ROUND=round_scores, num_warps=4,
         )
-        if some:
-            _select(scores, pages_now, selected, keep_last)
-        block, each = _tile(head_dim, query.element_size(), slots, group, some)
+    if some:
+        _select(scores, pages_now, selected, keep_last)
+    return _attend(
+        query, key, value, selected, count, counters, pages_now, partial, row_maxima, weight_sums, scale, size, splits,
+        some,
+    )
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, selected: Tensor, count: Tensor, counters: Tensor, pages_now: Tensor,
+    partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float, size: int, splits: int, some: bool,
+) -> Tensor:
+    """Attend to the selected pages, or to all tokens if not `some`, and count the token."""
+    (batch, query_heads, head_dim), (_, heads, slots, _), wanted = query.shape, key.shape, selected.shape[2]
+    group = query_heads // heads
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    shape = {"HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim)}
+    block, each = _tile(head_dim, query.element_size(), slots, group, some)
+    with on_device_of(query):
         attention_kernel[(batch * heads * splits,)](
             query, key, value, selected, count, counters, pages_now, partial, row_maxima, weight_sums,
             scale * LOG2_E.value, heads, splits, slots, wanted, *query.stride(),
-            **of_group, BLOCK=block, EACH=each, SIZE=size if some else 1, LISTED=some, num_warps=4,
+            **shape, GROUP=group, ROWS=group_rows(group, query.dtype), BLOCK=block, EACH=each,
+            SIZE=size if some else 1, LISTED=some, num_warps=4,
         )
         rows = triton.next_power_of_2(query_heads) if INTERPRETED else 1
         merge_kernel[(triton.cdiv(batch * query_heads, rows),)](

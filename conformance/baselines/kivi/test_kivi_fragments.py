@@ -5,6 +5,7 @@ Tiles have 8 words of keys: 128 tokens of 2 bits, 64 of 4.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -95,13 +96,14 @@ def test_equal_values_are_the_output(key_bits, value_bits, prompt, twins, device
 @pytest.mark.parametrize("key_bits", [2, 4])
 @pytest.mark.parametrize("group", [16, 32, 128])
 def test_memory_has_room_for_what_is_read(group, key_bits):
-    """Keys of the tile behind the last one, and a value behind the last tile."""
+    """Whole tiles, and the keys of the tile behind the last one."""
     tile = 8 * 32 // key_bits
-    for rows in (1, tile - 1, tile, tile + 1, 5 * tile):
-        groups, values = ours.fragment_room(3, rows, group, key_bits)
+    for rows, needed in itertools.product((1, tile - 1, tile, tile + 1, 5 * tile), (3, 9)):
+        groups, values = ours.fragment_room(needed, rows, group, key_bits)
         tiles = -(-rows // tile)
-        assert groups >= 3 and groups * group >= (tiles + 1) * tile
-        assert values > tiles * tile
+        assert groups >= needed and groups * group >= (tiles + 1) * tile
+        assert values == tiles * tile
+        assert groups * group % tile == 0
 
 
 @pytest.mark.parametrize(("dtype", "group_heads", "head_dim", "group", "key_bits", "value_bits"), [

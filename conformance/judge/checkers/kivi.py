@@ -73,13 +73,16 @@ def poison(state: Any) -> None:
             place = torch.arange(buffer.shape[2], device=buffer.device)
             newest = count - 1 - (count - 1 - place) % buffer.shape[2]         # the last token of each place
             buffer.masked_fill_((newest < packed[:, None])[:, None, :, None], torch.nan)
-        for names, packed, each in (
-            ("key", state.keys_quantized, state.config.group), ("value", state.values_quantized, 1)
+        for (codes, *scales), packed, each in (
+            (state._key_parts, state.keys_quantized, state.config.group),
+            (state._value_parts, state.values_quantized, 1),
         ):
-            codes, *scales = (getattr(state, f"_{names}_{part}") for part in ("codes", "scale", "minimum"))
+            groups = scales[0].shape[2] * scales[0].shape[3]
             for part, filling in ((codes, -1), *((scale, torch.nan) for scale in scales)):
-                group = torch.arange(part.shape[2], device=part.device) // (part.shape[2] // scales[0].shape[2])
-                part.masked_fill_((group * each >= packed[:, None])[:, None, :, None], filling)
+                rows = part.shape[2] * part.shape[3]
+                group = torch.arange(rows, device=part.device) // (rows // groups)
+                free = (group * each >= packed[:, None]).view(len(packed), 1, *part.shape[2:4])
+                part.masked_fill_(free[(...,) + (None,) * (part.dim() - 4)], filling)
         for scratch in (state._partial, state._row_maxima, state._weight_sums):
             scratch.fill_(torch.nan)
     else:
