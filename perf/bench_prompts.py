@@ -96,7 +96,7 @@ def test_prompt_in_blocks(device_benchmark, method, shape, monkeypatch):
 
 
 def of_graphs() -> int:
-    """The bytes that are allocated in the pools of graphs. States share them, so an earlier state may have made them."""
+    """The bytes in the pools of graphs. States share them, so an earlier state may have allocated them."""
     segments = torch.cuda.memory_snapshot()
     return sum(one["allocated_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
