@@ -2,7 +2,7 @@
 
 They lie in the order of tokens or, with FRAGMENTS, where the lanes of `kivi_fragment_kernels.py` need them: 16
 consecutive bytes for each lane, and whole lines of 128 bytes for a warp. In the order of tokens, a load of that kernel
-requests halves of lines, and eighths for scales; requests, not bytes, limit it then.
+would read halves of lines, and eighths for scales.
 
 With FRAGMENTS, the words of a tile and 16 channels lie together, as do the scales and minima of two channels, and the
 words and scales of a lane for several values.
