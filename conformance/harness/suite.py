@@ -80,8 +80,8 @@ LONGEST = (
     "test_lockstep.py", "test_verdict_states.py", "test_verdict_patients.py", "test_interpreter_kernels.py",
     "test_needle.py", "test_perf_headline.py", "test_packaging.py", "test_thinkv_paging.py", "test_longflow.py",
     "test_longflow_scratch.py", "test_thinkv_golden.py", "test_snapkv_state.py", "test_repeatable.py",
-    "test_blocks_large.py", "test_thinkv_paging_state.py", "test_kivi_fragments.py", "test_longflow_pages.py",
-    "test_keydiff_pages.py", "test_properties.py",
+    "test_blocks_large.py", "test_thinkv_paging_state.py", "test_kivi_fragments.py", "test_kivi_scaled.py",
+    "test_longflow_pages.py", "test_keydiff_pages.py", "test_properties.py",
 )
 #: The methods whose kernels take longest to compile. Their long tests come before those of other methods.
 SLOWEST = ("longflow", "thinkv", "kivi")

@@ -105,6 +105,7 @@ class KIVIState(State):
         self._value_codes = self._buffer(batch, key_value_heads, rows, words, dtype=torch.int32)
         # Scale and minimum lie side by side, so that one load reads both.
         self._value_scales = self._buffer(batch, key_value_heads, rows, head_dim // each, 2, dtype=self.dtype)
+        self._extreme = self._buffer(batch, key_value_heads, dtype=torch.int32)
         self._fragments = fragments
         self._key_parts = keys_by_word(self._key_codes, self._key_scale, self._key_minimum, fragments)
         self._value_parts = values_by_token(self._value_codes, self._value_scales, fragments)
@@ -125,6 +126,7 @@ class KIVIState(State):
         self._interrupted = "reset"
         self._count.zero_()
         self._counters.zero_()
+        self._extreme.zero_()
         self.positions.fill_(-1)
         self._counted = 0
         self._end_change()
@@ -207,8 +209,8 @@ class KIVIState(State):
         count = occupied.sum(1)
         store_prompt(
             key, value, place, count, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
-            self._value_scales, self.config.key_bits, self.config.value_bits, self.config.group, self.config.residual,
-            self._fragments,
+            self._value_scales, self._extreme, self.config.key_bits, self.config.value_bits, self.config.group,
+            self.config.residual, self._fragments,
         )
         for buffer, tokens in ((self._keys, key), (self._values, value)):
             # The newest tokens in their places: place i has the last token whose number is i modulo its length.
@@ -238,7 +240,7 @@ class KIVIState(State):
         config = self.config
         output: Tensor = attend_step(
             query, key, value, self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum,
-            self._value_codes, self._value_scales, self._count, self._counters, self._due,
+            self._value_codes, self._value_scales, self._extreme, self._count, self._counters, self._due,
             self.positions, self._partial, self._row_maxima, self._weight_sums, self.scale, config.key_bits,
             config.value_bits, config.group, self._splits,
         )
@@ -252,7 +254,7 @@ class KIVIState(State):
         self._start_change("reorder")
         for tensor in (
             self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
-            self._value_scales, self._count, self.positions,
+            self._value_scales, self._extreme, self._count, self.positions,
         ):
             tensor.copy_(tensor.index_select(0, index))
         self._end_change()

@@ -24,13 +24,16 @@ from .kivi_fragment_operands import (
 )
 from .kivi_kernels import SEEN, number_of, quantized_counts
 from .kivi_order import key_scale_at, key_word_at, value_scale_at
+from .kivi_scaled import UP
 
 
 @triton.jit
-def _add_values(acc, shares, found, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def _add_values(
+    acc, shares, found, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+):
     """acc [D, 8] plus four operands of values, 16 tokens each, times shares [16, 8]. found: their `value_words`."""
     for i in tl.static_range(4):
-        acc += dot(value_operand(found, i, HEAD_DIM, BITS, DTYPE), round_to(shares[i], DTYPE))
+        acc += dot(value_operand(found, i, HEAD_DIM, BITS, DTYPE, SCALED), round_to(shares[i], DTYPE))
     return acc
 
 
@@ -38,11 +41,11 @@ def _add_values(acc, shares, found, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, 
 def _attend_tile(
     acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_scales, value_codes, value_scales,
     tile, count, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
-    GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr,
+    GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
 ):
     """Update the online softmax with the tokens of the words 8 tile to 8 tile + 7, those before `count`. What a product
     needs is loaded before the product ahead of it. packed, step, shift: the first `key_words`; those of the next tile
-    are returned."""
+    are returned. SCALED: acc is times 2^-16."""
     C: tl.constexpr = 32 // KEY_BITS
     TOKENS: tl.constexpr = 8 * C
     PARTS: tl.constexpr = HEAD_DIM // 16
@@ -52,7 +55,7 @@ def _attend_tile(
         words, steps, shifts = packed, step, shift
         if part + 1 < PARTS:
             packed, step, shift = key_words(key_codes, key_scales, tile * 8, part + 1, HEAD_DIM, WORDS)
-        logit += dot(key_operand(words, steps, shifts, KEY_BITS, DTYPE), query_parts[part])
+        logit += dot(key_operand(words, steps, shifts, KEY_BITS, DTYPE, SCALED), query_parts[part])
     found = value_words(value_codes, value_scales, first, C, GROUP, HEAD_DIM, VALUE_BITS)
     m = tl.arange(0, TOKENS)
     token = first + m % 8 * C + m % 16 // 8 * (C // 2) + m // 16
@@ -77,12 +80,27 @@ def _attend_tile(
         p1, p3 = tl.split(odd)
     if KEY_BITS == 2:
         more = value_words(value_codes, value_scales, first + 4, C, GROUP, HEAD_DIM, VALUE_BITS)
-        acc = _add_values(acc, (p0, p1, p2, p3), found, HEAD_DIM, VALUE_BITS, DTYPE)
-        acc = _add_values(acc, (p4, p5, p6, p7), more, HEAD_DIM, VALUE_BITS, DTYPE)
+        acc = _add_values(acc, (p0, p1, p2, p3), found, HEAD_DIM, VALUE_BITS, DTYPE, SCALED)
+        acc = _add_values(acc, (p4, p5, p6, p7), more, HEAD_DIM, VALUE_BITS, DTYPE, SCALED)
     else:
-        acc = _add_values(acc, (p0, p1, p2, p3), found, HEAD_DIM, VALUE_BITS, DTYPE)
+        acc = _add_values(acc, (p0, p1, p2, p3), found, HEAD_DIM, VALUE_BITS, DTYPE, SCALED)
     packed, step, shift = key_words(key_codes, key_scales, tile * 8 + 8, 0, HEAD_DIM, WORDS)
     return acc, row_max, weight_sum, packed, step, shift
+
+
+@triton.jit
+def _attend_tiles(
+    acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_scales, value_codes, value_scales,
+    begin, end, count, scale, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    GROUP: tl.constexpr, WORDS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+):
+    """`_attend_tile` for the tiles `begin` to `end`. SCALED: the result acc is times 2^-16; scale: times 2^16."""
+    for tile in range(begin, end):
+        acc, row_max, weight_sum, packed, step, shift = _attend_tile(
+            acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_scales, value_codes,
+            value_scales, tile, count, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS, DTYPE, SCALED,
+        )
+    return acc, row_max, weight_sum
 
 
 @triton.jit
@@ -165,7 +183,7 @@ def _query_parts(query, d_stride, valid, HEAD_DIM: tl.constexpr):
 ])
 def fragment_kernel(
     query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scales, value_codes,
-    value_scales, count, counters, positions, partial, row_maxima, weight_sums,
+    value_scales, extreme, count, counters, positions, partial, row_maxima, weight_sums,
     scale, heads, splits, residual, slots, key_groups, value_rows, query_b, query_h, query_d, new_key_b, new_key_h,
     new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
@@ -174,7 +192,7 @@ def fragment_kernel(
     """Program: a share of what one KV head attends to, as in `kivi_step_kernels.attention_kernel`, except that the
     last one has all tokens whose values are not quantized. Codes and scales as in `kivi_order.py`, with FRAGMENTS.
     key_scales: the scales and minima of keys as int32, each of two channels; value_scales: those of values as int32, a
-    scale and its minimum.
+    scale and its minimum. extreme [B, Hkv] int32: not 0 where `kivi_scaled.py` does not apply.
 
     Programs for the last tokens come last: they are short, and between the others they would leave multiprocessors
     unevenly filled."""
@@ -185,6 +203,7 @@ def fragment_kernel(
     row_head = tl.where(rest, tl.program_id(0) - whole, tl.program_id(0) // splits).to(tl.int64)
     b, h = row_head // heads, row_head % heads
     before, seen = tl.load(count + b), tl.load(counters + SEEN)
+    is_scaled = tl.load(extreme + row_head) == 0
     arrives = seen < slots                                              # a token beyond the last slot is dropped
     total = tl.where(arrives, before + 1, before).to(tl.int32)
     keys_quantized, values_quantized = quantized_counts(before.to(tl.int32), residual)
@@ -210,10 +229,18 @@ def fragment_kernel(
         end = tl.minimum(split * each + each, tiles)
         if end == tiles:
             _forget_values_behind(value_scales, values_quantized, tiles * (256 // KEY_BITS), HEAD_DIM, KEY_BITS, GROUP)
-        for tile in range(split * each, end):
-            acc, row_max, weight_sum, packed, step, shift = _attend_tile(
+        if tl.bfloat16 == DTYPE and is_scaled:
+            acc, row_max, weight_sum = _attend_tiles(
                 acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_scales, value_codes,
-                value_scales, tile, values_quantized, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP, WORDS, DTYPE,
+                value_scales, split * each, end, values_quantized, scale * UP, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP,
+                WORDS, DTYPE, True,
+            )
+            acc *= UP
+        else:
+            acc, row_max, weight_sum = _attend_tiles(
+                acc, row_max, weight_sum, packed, step, shift, query_parts, key_codes, key_scales, value_codes,
+                value_scales, split * each, end, values_quantized, scale, HEAD_DIM, KEY_BITS, VALUE_BITS, GROUP,
+                WORDS, DTYPE, False,
             )
     else:
         keys += row_head * residual * HEAD_DIM

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .._common.launch import PTX
 from .kivi_order import LANES, PART, VECTOR
+from .kivi_scaled import scaled_pair, scaled_shifts, scaled_steps
 from .kivi_step_kernels import pair_of
 
 _PTX = tl.constexpr(PTX)
@@ -55,30 +56,42 @@ def _upper_halves(one, other):
 
 
 @triton.jit
-def _rows(lower, upper, steps, shifts, NUMBER: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """The pairs of codes NUMBER and NUMBER + C / 2 of words, given as lower and upper halves: [..., 2] int32."""
-    # As many codes as the lower bits of a 16-bit number have need one shift.
-    TOGETHER: tl.constexpr = (7 if tl.bfloat16 == DTYPE else 10) // BITS
-    RIGHT: tl.constexpr = NUMBER // TOGETHER * TOGETHER * BITS
-    AT: tl.constexpr = NUMBER % TOGETHER * BITS
-    return tl.join(
-        pair_of(lower >> RIGHT, steps, shifts, BITS, DTYPE, AT),
-        pair_of(upper >> RIGHT, steps, shifts, BITS, DTYPE, AT),
-    )
+def _rows(
+    lower, upper, steps, shifts, NUMBER: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+):
+    """The pairs of codes NUMBER and NUMBER + C / 2 of words, given as lower and upper halves: [..., 2] int32. SCALED:
+    see `kivi_scaled.py`; steps: `scaled_steps`, shifts: `scaled_shifts`. Else steps: a tuple of the scales."""
+    if SCALED:
+        return tl.join(
+            scaled_pair(lower, steps, shifts, NUMBER, BITS), scaled_pair(upper, steps, shifts, NUMBER, BITS)
+        )
+    else:
+        # As many codes as the lower bits of a 16-bit number have need one shift.
+        TOGETHER: tl.constexpr = (7 if tl.bfloat16 == DTYPE else 10) // BITS
+        RIGHT: tl.constexpr = NUMBER // TOGETHER * TOGETHER * BITS
+        AT: tl.constexpr = NUMBER % TOGETHER * BITS
+        return tl.join(
+            pair_of(lower >> RIGHT, steps[0], shifts, BITS, DTYPE, AT),
+            pair_of(upper >> RIGHT, steps[0], shifts, BITS, DTYPE, AT),
+        )
 
 
 @triton.jit
-def _all_rows(lower, upper, steps, shifts, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """`_rows` of all codes: [..., row, bits of the number, the highest first]."""
-    y0 = _rows(lower, upper, steps, shifts, 0, BITS, DTYPE)
-    y1 = _rows(lower, upper, steps, shifts, 1, BITS, DTYPE)
-    y2 = _rows(lower, upper, steps, shifts, 2, BITS, DTYPE)
-    y3 = _rows(lower, upper, steps, shifts, 3, BITS, DTYPE)
+def _all_rows(lower, upper, steps, shifts, BITS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):
+    """`_rows` of all codes: [..., row, bits of the number, the highest first]. steps, shifts: as stored."""
+    if SCALED:
+        steps, shifts = scaled_steps(steps, BITS), scaled_shifts(shifts)
+    else:
+        steps = (steps,)
+    y0 = _rows(lower, upper, steps, shifts, 0, BITS, DTYPE, SCALED)
+    y1 = _rows(lower, upper, steps, shifts, 1, BITS, DTYPE, SCALED)
+    y2 = _rows(lower, upper, steps, shifts, 2, BITS, DTYPE, SCALED)
+    y3 = _rows(lower, upper, steps, shifts, 3, BITS, DTYPE, SCALED)
     if BITS == 2:
-        y4 = _rows(lower, upper, steps, shifts, 4, BITS, DTYPE)
-        y5 = _rows(lower, upper, steps, shifts, 5, BITS, DTYPE)
-        y6 = _rows(lower, upper, steps, shifts, 6, BITS, DTYPE)
-        y7 = _rows(lower, upper, steps, shifts, 7, BITS, DTYPE)
+        y4 = _rows(lower, upper, steps, shifts, 4, BITS, DTYPE, SCALED)
+        y5 = _rows(lower, upper, steps, shifts, 5, BITS, DTYPE, SCALED)
+        y6 = _rows(lower, upper, steps, shifts, 6, BITS, DTYPE, SCALED)
+        y7 = _rows(lower, upper, steps, shifts, 7, BITS, DTYPE, SCALED)
         return tl.join(
             tl.join(tl.join(y0, y4), tl.join(y2, y6)), tl.join(tl.join(y1, y5), tl.join(y3, y7))
         )
@@ -116,11 +129,11 @@ def key_words(codes, scales, first, NUMBER: tl.constexpr, HEAD_DIM: tl.constexpr
 
 
 @triton.jit
-def key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Keys [8 C, 16] from `key_words`; row ((j, h), g) is code j + h C / 2 of word g."""
+def key_operand(packed, step, shift, BITS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):
+    """Keys [8 C, 16] from `key_words`; row ((j, h), g) is code j + h C / 2 of word g. SCALED: times 2^-16."""
     C: tl.constexpr = 32 // BITS
     one, other = tl.split(tl.reshape(packed, (EIGHT, 4, 2, 2)))
-    y = _all_rows(_lower_halves(one, other), _upper_halves(one, other), step, shift, BITS, DTYPE)
+    y = _all_rows(_lower_halves(one, other), _upper_halves(one, other), step, shift, BITS, DTYPE, SCALED)
     y = _unpacked(y, DTYPE)
     if BITS == 2:
         y = tl.permute(y, (4, 5, 6, 3, 0, 1, 2, 7))
@@ -169,33 +182,38 @@ def value_words(codes, scales, first, STRIDE: tl.constexpr, GROUP: tl.constexpr,
 
 
 @triton.jit
-def _of_two_tokens(one, other, scale, other_scale, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def _of_two_tokens(one, other, scale, other_scale, BITS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):
     """The values of words of two tokens: [t, word, row, bits of the number], pairs of tokens."""
     return _all_rows(
         _lower_halves(one, other), _upper_halves(one, other), _lower_halves(scale, other_scale),
-        _upper_halves(scale, other_scale), BITS, DTYPE,
+        _upper_halves(scale, other_scale), BITS, DTYPE, SCALED,
     )
 
 
 @triton.jit
-def _of_four_tokens(words, scales, BITS: tl.constexpr, DTYPE: tl.constexpr):
+def _of_four_tokens(words, scales, BITS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):
     """The values of words of four tokens, in two pairs."""
     return tl.join(
-        _of_two_tokens(words[0], words[1], scales[0], scales[1], BITS, DTYPE),
-        _of_two_tokens(words[2], words[3], scales[2], scales[3], BITS, DTYPE),
+        _of_two_tokens(words[0], words[1], scales[0], scales[1], BITS, DTYPE, SCALED),
+        _of_two_tokens(words[2], words[3], scales[2], scales[3], BITS, DTYPE, SCALED),
     )
 
 
 @triton.jit
-def value_operand(found, NUMBER: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """V^T [D, 16], the NUMBER-th of four operands whose `value_words` were found; row m is channel `channel_of(m)`."""
+def value_operand(
+    found, NUMBER: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr,
+):
+    """V^T [D, 16], the NUMBER-th of four operands whose `value_words` were found; row m is channel `channel_of(m)`.
+    SCALED: times 2^-16."""
     scales = _four(_four_of_four(found[2])[NUMBER])
     if HEAD_DIM * BITS == 512:
         units = _four_of_four(found[NUMBER // 2])
         words, others = _four(units[NUMBER % 2 * 2]), _four(units[NUMBER % 2 * 2 + 1])
-        y = tl.join(_of_four_tokens(words, scales, BITS, DTYPE), _of_four_tokens(others, scales, BITS, DTYPE))
+        y = tl.join(
+            _of_four_tokens(words, scales, BITS, DTYPE, SCALED), _of_four_tokens(others, scales, BITS, DTYPE, SCALED)
+        )
     else:
-        y = _of_four_tokens(_four(_four_of_four(found[0])[NUMBER]), scales, BITS, DTYPE)
+        y = _of_four_tokens(_four(_four_of_four(found[0])[NUMBER]), scales, BITS, DTYPE, SCALED)
     y = _unpacked(y, DTYPE)                           # t, word, row, bits of the number, two pairs, (unit,) pair
     if BITS == 2:
         y = tl.permute(y, (3, 4, 5, 2, 1, 0, 6, 7))

@@ -23,6 +23,10 @@ APART = tl.constexpr(2)
 #: The bits of 2^23. As a float32, 2^23 + n is exact for small n and has n in its lowest bits.
 _MAGIC_BITS = tl.constexpr(0x4B000000)
 _MAGIC = tl.constexpr(8388608.0)
+#: The range of scales and minima, other than 0, outside which `kivi_scaled.py` does not apply; minima may be larger.
+#: Times 2^117, larger scales would not be finite. Numbers from smaller ones could be below 2^-110, and times 2^-16
+#: subnormal: two numbers of at least 2^-103 with 8 bits each have a sum of 0, or of at least 2^-110.
+_LEAST, _BEYOND = tl.constexpr(2.0**-103), tl.constexpr(2.0**11)
 
 
 # Groups --------------------------------------------------------------------------------------------------------------
@@ -46,6 +50,20 @@ def _scales(low, high, finite, STORED: tl.constexpr, BITS: tl.constexpr):
     scale32 = tl.where(holds, float32(scale), 0.0)
     low32 = tl.where(holds, float32(low), float("nan"))
     return scale32, low32
+
+
+@triton.jit
+def is_extreme(scale, minimum):
+    """Whether numbers of this scale and minimum, float32, cannot be computed as in `kivi_scaled.py`."""
+    small = (scale < _LEAST) & (scale != 0.0) | (tl.abs(minimum) < _LEAST) & (minimum != 0.0)
+    return small | (scale >= _BEYOND)
+
+
+@triton.jit
+def _note_extremes(extreme, scale, minimum, inside):
+    """Set `extreme`, int32, to 1 if any scale or minimum that is inside is extreme."""
+    found = tl.max((is_extreme(scale, minimum) & inside).to(tl.int32), None)
+    tl.store(extreme, 1, mask=found > 0)
 
 
 @triton.jit
@@ -73,11 +91,11 @@ def extremes(x, inside, AXIS: tl.constexpr):
 
 @triton.jit
 def _store_keys(
-    x, there, codes, scale, minimum, first_word, group, d, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
+    x, there, codes, scale, minimum, extreme, first_word, group, d, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Quantize and store a group of keys x [ROWS, BLOCK] float32 (channels d), of which the first GROUP rows exist.
-    FRAGMENTS: see `kivi_order.py`."""
+    FRAGMENTS: see `kivi_order.py`; then the flag `extreme` is also kept."""
     C: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS // C
     low, high, finite = extremes(x, there, 0)
@@ -91,15 +109,17 @@ def _store_keys(
     at = key_scale_at(group, d, HEAD_DIM, FRAGMENTS)
     tl.store(scale + at, round_to(step, scale.dtype.element_ty), mask=in_head)
     tl.store(minimum + at, round_to(shift, scale.dtype.element_ty), mask=in_head)
+    if FRAGMENTS:
+        _note_extremes(extreme, step, shift, in_head)
 
 
 @triton.jit
 def store_values(
-    x, there, codes, scale, minimum, token, valid, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, D_PAD: tl.constexpr, DISTANCE: tl.constexpr, FRAGMENTS: tl.constexpr,
+    x, there, codes, scale, minimum, extreme, token, valid, HEAD_DIM: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr, DISTANCE: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Quantize and store the values x [ROWS, D_PAD] float32 of tokens [ROWS] int64, those that are valid. DISTANCE:
-    that of two scales, and of two minima. FRAGMENTS: see `kivi_order.py`."""
+    that of two scales, and of two minima. FRAGMENTS: see `kivi_order.py`; then the flag `extreme` is also kept."""
     C: tl.constexpr = 32 // BITS
     x = tl.reshape(x, (ROWS, D_PAD // GROUP, GROUP))
     there = tl.reshape(there, (ROWS, D_PAD // GROUP, GROUP))
@@ -117,13 +137,16 @@ def store_values(
     inside = valid[:, None] & (group < HEAD_DIM // GROUP)[None, :]
     tl.store(scale + at, round_to(step, scale.dtype.element_ty), mask=inside)
     tl.store(minimum + at, round_to(shift, scale.dtype.element_ty), mask=inside)
+    if FRAGMENTS:
+        _note_extremes(extreme, step, shift, inside)
 
 
 @triton.jit(do_not_specialize=[
     "heads", "groups", "capacity", "residual", "slots", "x_b", "x_h", "x_t",
 ])
 def quantize_keys_kernel(
-    x, place, count, due, counters, codes, scale, minimum, heads, groups, capacity, residual, slots, x_b, x_h, x_t, x_d,
+    x, place, count, due, counters, codes, scale, minimum, extreme, heads, groups, capacity, residual, slots, x_b, x_h,
+    x_t, x_d,
     HEAD_DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     MODE: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
@@ -132,7 +155,7 @@ def quantize_keys_kernel(
 
     EVERY: x is [B, H, T, D]. PROMPT: so is x, and place [B, slots] int64 has the token of each slot; count [B] says how
     many there are. STEP: x is the buffer [B, H, R, D], with the keys to quantize if due[b] > 0, the row's new number of
-    tokens; its first program also counts the tokens.
+    tokens; its first program also counts the tokens. extreme [B, H] int32: 1 where a scale or a minimum is extreme.
     """
     program = tl.program_id(0)
     i, row_head = program % groups, (program // groups).to(tl.int64)
@@ -164,8 +187,9 @@ def quantize_keys_kernel(
             at = b * x_b + h * x_h + token[:, None] * x_t + d.to(tl.int64)[None, :] * x_d
             y = float32(tl.load(x + at, mask=there, other=0.0))
             _store_keys(
-                y, there, codes, scale, minimum, (row_head * capacity + group) * (ROWS * BITS // 32),
-                row_head * capacity + group, d, HEAD_DIM, BITS, GROUP, ROWS, BLOCK, FRAGMENTS,
+                y, there, codes, scale, minimum, extreme + row_head,
+                (row_head * capacity + group) * (ROWS * BITS // 32), row_head * capacity + group, d, HEAD_DIM, BITS,
+                GROUP, ROWS, BLOCK, FRAGMENTS,
             )
 
 
@@ -173,8 +197,8 @@ def quantize_keys_kernel(
     "heads", "tiles", "tokens", "capacity", "residual", "slots", "x_b", "x_h", "x_t",
 ])
 def quantize_values_kernel(
-    x, place, count, codes, scale, minimum, heads, tiles, tokens, capacity, residual, slots, x_b, x_h, x_t, x_d,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    x, place, count, codes, scale, minimum, extreme, heads, tiles, tokens, capacity, residual, slots, x_b, x_h, x_t,
+    x_d, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     MODE: tl.constexpr, DISTANCE: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Program: ROWS values of a row's KV head, in modes EVERY and PROMPT of `quantize_keys_kernel`. tokens: T or, for a
@@ -195,8 +219,8 @@ def quantize_values_kernel(
     y = float32(tl.load(x + at, mask=there, other=0.0))
     # Without tokens, the extremes are infinite, but nothing is stored.
     store_values(
-        y, there, codes, scale, minimum, row_head * capacity + token, valid, HEAD_DIM, BITS, GROUP, ROWS, D_PAD,
-        DISTANCE, FRAGMENTS,
+        y, there, codes, scale, minimum, extreme + row_head, row_head * capacity + token, valid, HEAD_DIM, BITS, GROUP,
+        ROWS, D_PAD, DISTANCE, FRAGMENTS,
     )
 
 

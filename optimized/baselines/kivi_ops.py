@@ -52,9 +52,9 @@ def _results(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) ->
 def quantize_tensor(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     found = _results(x, bits, axis, group, dtype)
     if axis == -2:
-        _keys_kernel(x, None, None, None, None, *found, bits, group, 0, EVERY.value, x.shape[2] // group)
+        _keys_kernel(x, None, None, None, None, *found, None, bits, group, 0, EVERY.value, x.shape[2] // group)
     else:
-        _values_kernel(x, None, None, *found, bits, group, 0, EVERY.value, x.shape[2])
+        _values_kernel(x, None, None, *found, None, bits, group, 0, EVERY.value, x.shape[2])
     return found
 
 
@@ -65,8 +65,8 @@ def _(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) -> tuple[
 
 def _keys_kernel(
     x: Tensor, place: Tensor | None, count: Tensor | None, due: Tensor | None, counters: Tensor | None, codes: Tensor,
-    scale: Tensor, minimum: Tensor, bits: int, group: int, residual: int, mode: int, groups: int,
-    fragments: bool = False,
+    scale: Tensor, minimum: Tensor, extreme: Tensor | None, bits: int, group: int, residual: int, mode: int,
+    groups: int, fragments: bool = False,
 ) -> None:
     """Launch `quantize_keys_kernel`, with `groups` programs per head. Arguments that the mode does not use are None."""
     batch, heads, _, head_dim = x.shape
@@ -75,16 +75,16 @@ def _keys_kernel(
     with on_device_of(x):
         quantize_keys_kernel[(batch * heads * groups,)](
             x, codes if place is None else place, codes if count is None else count, codes if due is None else due,
-            codes if counters is None else counters, codes, scale, minimum, heads, groups, scale.shape[2], residual,
-            1 if place is None else place.shape[1], *x.stride(),
+            codes if counters is None else counters, codes, scale, minimum, codes if extreme is None else extreme,
+            heads, groups, scale.shape[2], residual, 1 if place is None else place.shape[1], *x.stride(),
             HEAD_DIM=head_dim, BITS=bits, GROUP=group, ROWS=rows, BLOCK=block, MODE=mode, FRAGMENTS=fragments,
             num_warps=4,
         )
 
 
 def _values_kernel(
-    x: Tensor, place: Tensor | None, count: Tensor | None, codes: Tensor, scale: Tensor, minimum: Tensor, bits: int,
-    group: int, residual: int, mode: int, tokens: int, fragments: bool = False,
+    x: Tensor, place: Tensor | None, count: Tensor | None, codes: Tensor, scale: Tensor, minimum: Tensor,
+    extreme: Tensor | None, bits: int, group: int, residual: int, mode: int, tokens: int, fragments: bool = False,
 ) -> None:
     """Launch `quantize_values_kernel` for the first `tokens` values. Arguments that the mode does not use are None."""
     batch, heads, _, head_dim = x.shape
@@ -92,8 +92,9 @@ def _values_kernel(
     tiles = triton.cdiv(tokens, rows)
     with on_device_of(x):
         quantize_values_kernel[(batch * heads * tiles,)](
-            x, codes if place is None else place, codes if count is None else count, codes, scale, minimum, heads,
-            tiles, tokens, scale.shape[2], residual, 1 if place is None else place.shape[1], *x.stride(),
+            x, codes if place is None else place, codes if count is None else count, codes, scale, minimum,
+            codes if extreme is None else extreme, heads, tiles, tokens, scale.shape[2], residual,
+            1 if place is None else place.shape[1], *x.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BITS=bits, GROUP=group, ROWS=rows, MODE=mode,
             DISTANCE=1 if mode == EVERY.value else APART.value, FRAGMENTS=fragments, num_warps=4,
         )
@@ -130,25 +131,25 @@ def _(
 
 @torch.library.custom_op(
     "kvtwin::kivi_store",
-    mutates_args=("key_codes", "key_scale", "key_minimum", "value_codes", "value_scales"),
+    mutates_args=("key_codes", "key_scale", "key_minimum", "value_codes", "value_scales", "extreme"),
 )
 def store_prompt(
     key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int, residual: int,
-    fragments: bool,
+    value_codes: Tensor, value_scales: Tensor, extreme: Tensor, key_bits: int, value_bits: int, group: int,
+    residual: int, fragments: bool,
 ) -> None:
     """Quantize the keys and values of a prompt [B, Hkv, T, D], of which row b has count[b] tokens, at place[b] of the
     prompt. A state's buffers as in `attention_kernel` or, with fragments, `fragment_kernel`."""
     total = key.shape[2]
     if total >= residual:
         _keys_kernel(
-            key, place, count, None, None, key_codes, key_scale, key_minimum, key_bits, group, residual, PROMPT.value,
-            (total - total % residual) // group, fragments,
+            key, place, count, None, None, key_codes, key_scale, key_minimum, extreme, key_bits, group, residual,
+            PROMPT.value, (total - total % residual) // group, fragments,
         )
     if total > residual:
         scale, minimum = value_scales.unbind(-1)
         _values_kernel(
-            value, place, count, value_codes, scale, minimum, value_bits, group, residual, PROMPT.value,
+            value, place, count, value_codes, scale, minimum, extreme, value_bits, group, residual, PROMPT.value,
             total - residual, fragments,
         )
 
@@ -156,8 +157,8 @@ def store_prompt(
 @store_prompt.register_fake
 def _(
     key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scales: Tensor, key_bits: int, value_bits: int, group: int, residual: int,
-    fragments: bool,
+    value_codes: Tensor, value_scales: Tensor, extreme: Tensor, key_bits: int, value_bits: int, group: int,
+    residual: int, fragments: bool,
 ) -> None:
     return None
 
@@ -165,13 +166,13 @@ def _(
 @torch.library.custom_op(
     "kvtwin::kivi_step",
     mutates_args=(
-        "keys", "values", "key_codes", "key_scale", "key_minimum", "value_codes", "value_scales",
+        "keys", "values", "key_codes", "key_scale", "key_minimum", "value_codes", "value_scales", "extreme",
         "count", "counters", "due", "positions", "partial", "row_maxima", "weight_sums",
     ),
 )
 def attend_step(
     query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor,
+    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor, extreme: Tensor,
     count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
     weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
 ) -> Tensor:
@@ -196,7 +197,7 @@ def attend_step(
         if fragments:
             fragment_kernel[(batch * heads * (splits + 1),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scale.view(torch.int32),
-                value_codes, value_scales.view(torch.int32), *numbers, **constants,
+                value_codes, value_scales.view(torch.int32), extreme, *numbers, **constants,
                 GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, num_warps=1, num_stages=1,
                 maxnreg=FRAGMENT_REGISTERS,
             )
@@ -209,14 +210,14 @@ def attend_step(
                 VALUE_PAIRS=in_pairs(keys.dtype, group, value_bits), num_warps=4,
             )
         merge_kernel[(batch * heads,)](
-            partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, count, counters,
-            due, heads, splits + 1, residual, slots, value_scales.shape[2],
+            partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, extreme, count,
+            counters, due, heads, splits + 1, residual, slots, value_scales.shape[2],
             **shape, BITS=value_bits, GROUP=group, PARTS=triton.next_power_of_2(splits + 1), FRAGMENTS=fragments,
             num_warps=4,
         )
         _keys_kernel(
-            keys, None, count, due, counters, key_codes, key_scale, key_minimum, key_bits, group, residual, STEP.value,
-            residual // group, fragments,
+            keys, None, count, due, counters, key_codes, key_scale, key_minimum, extreme, key_bits, group, residual,
+            STEP.value, residual // group, fragments,
         )
     return output
 
@@ -224,7 +225,7 @@ def attend_step(
 @attend_step.register_fake
 def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor,
+    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor, extreme: Tensor,
     count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
     weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
 ) -> Tensor:

@@ -308,13 +308,13 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["heads", "parts", "residual", "slots", "value_rows"])
 def merge_kernel(
-    partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, count, counters, due,
-    heads, parts, residual, slots, value_rows,
+    partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, extreme, count, counters,
+    due, heads, parts, residual, slots, value_rows,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Program: a KV head. Merges the shares of its attention, and quantizes its oldest unquantized value if there are
-    R + 1. due [B] int64: the row's new number of tokens; 0 if none arrived."""
+    R + 1. due [B] int64: the row's new number of tokens; 0 if none arrived. extreme: see `store_values`."""
     row_head = tl.program_id(0).to(tl.int64)
     b, h = row_head // heads, row_head % heads
     row, i = tl.arange(0, ROWS), tl.arange(0, PARTS)
@@ -341,6 +341,6 @@ def merge_kernel(
         at = (row_head * (residual + 1) + token % (residual + 1))[:, None] * HEAD_DIM + d[None, :]
         v = float32(tl.load(values + at, mask=there, other=0.0))
         store_values(
-            v, there, value_codes, value_scale, value_minimum, row_head * value_rows + token, token >= 0, HEAD_DIM,
-            BITS, GROUP, 1, D_PAD, APART, FRAGMENTS,
+            v, there, value_codes, value_scale, value_minimum, extreme + row_head, row_head * value_rows + token,
+            token >= 0, HEAD_DIM, BITS, GROUP, 1, D_PAD, APART, FRAGMENTS,
         )

@@ -1,0 +1,152 @@
+"""KIVI's bfloat16 numbers times 2^-16, and heads whose scales or minima are too large or too small for that.
+
+A scale has to be 0 or from 2^-103 to below 2^11, a minimum 0 or at least 2^-103 in size. For other heads, a step
+computes the numbers themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance.judge import reconstructed
+from kvtwin.conformance.judge.checkers import kivi as judge
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.oracle import attend
+from kvtwin.optimized.baselines import kivi as ours
+
+pytestmark = pytest.mark.kind("equivalence")
+
+BATCH, HEADS, GROUP_HEADS, RESIDUAL = 2, 2, 2, 16
+BF16 = torch.bfloat16
+long = pytest.mark.slow_on_cpu
+#: Of a group with 2 bits: its least and its greatest number, and whether its scale or its minimum is too large or too
+#: small. The greatest of a scale of 255 * 2^n is 764 * 2^n: a third of it rounds to that scale.
+GROUPS = [
+    pytest.param(0.0, 3 * 2.0**-103, False, id="least-scale"),
+    pytest.param(0.0, 764 * 2.0**-111, True, id="scale-below-the-least"),
+    pytest.param(0.0, 764 * 2.0**3, False, id="largest-scale"),
+    pytest.param(0.0, 3 * 2.0**11, True, id="scale-above-the-largest"),
+    pytest.param(2.0**-103, 2.0**-103, False, id="least-minimum"),
+    pytest.param(-(2.0**-103), 2.0**-101, False, id="least-negative-minimum"),
+    pytest.param(255 * 2.0**-111, 255 * 2.0**-111, True, id="minimum-below-the-least"),
+    pytest.param(-255 * 2.0**-111, -255 * 2.0**-111, True, id="negative-minimum-below-the-least"),
+    pytest.param(-(2.0**90), -(2.0**90), False, id="large-minimum"),
+]
+
+
+def new_state(kivi: Any, device: torch.device, bits: int, *, head_dim: int = 128, heads: int = HEADS) -> Any:
+    config = kivi.KIVIConfig(bits, bits, group=16, residual=RESIDUAL, max_tokens=160)
+    return kivi.KIVIState(
+        config, batch=BATCH, query_heads=heads * GROUP_HEADS, key_value_heads=heads, head_dim=head_dim, dtype=BF16,
+        device=device,
+    )
+
+
+def tokens(count: int, device: torch.device, *, head_dim: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of random tokens."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(BATCH, heads, count, head_dim, generator=generator).to(device, BF16)
+        for heads in (HEADS * GROUP_HEADS, HEADS, HEADS)
+    )
+    return query, key, value
+
+
+def checked_step(state: Any, token: tuple[Tensor, ...]) -> Tensor:
+    """A step, whose output must be within the bound of attention over the numbers that the codes stand for."""
+    seen = state.tokens_seen
+    key, value, key_error, value_error = judge.read_by(state, BATCH)
+    key[:, :, seen], value[:, :, seen] = token[1].double(), token[2].double()
+    occupied = (torch.arange(key.shape[2], device=key.device) <= seen).expand(BATCH, -1)
+    output: Tensor = state.step(*token)
+    truth = attend(token[0], key, value, occupied).output[:, :, 0]
+    bound = reconstructed.decode_output(token[0], key, value, occupied, key_error, value_error, scale=None)
+    assert_within(output, truth, bound, what="output")
+    return output
+
+
+def one_group(low: float, high: float, quantized: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """35 tokens. In the last head of the last row, the keys 16 to 31 have a channel with these extremes, or the value
+    of token 17 a group. That channel adds up to 2.8 to a logit."""
+    query, key, value = tokens(35, device)
+    if quantized == "keys":
+        query[..., 5] = 32 / max(abs(low), abs(high))
+        key[..., 5] = 0
+        key[-1, -1, 16:32, 5] = low
+        key[-1, -1, 20, 5] = high
+    else:
+        value[-1, -1, 17, 32:48] = low
+        value[-1, -1, 17, 40] = high
+    return query, key, value
+
+
+@pytest.mark.parametrize("quantized", ["keys", "values"])
+@pytest.mark.parametrize("prompt", [34, pytest.param(31, marks=long)])
+@pytest.mark.parametrize(("low", "high", "extreme"), GROUPS)
+def test_extreme_groups_are_noticed(low, high, extreme, prompt, quantized, device):
+    """In a prompt, and in the steps that quantize them. Only in their head."""
+    given = one_group(low, high, quantized, device)
+    state = new_state(ours, device, 2)
+    state.prefill(*(tensor[:, :, :prompt] for tensor in given))
+    for number in range(prompt, 35):
+        state.step(*(tensor[:, :, number] for tensor in given))
+    assert state._extreme.tolist() == [[0, 0], [0, int(extreme)]]
+
+
+@pytest.mark.parametrize("quantized", ["keys", "values"])
+@pytest.mark.parametrize(("low", "high", "extreme"), GROUPS)
+def test_steps_over_extreme_groups_are_within_the_bound(low, high, extreme, quantized, twins, device):
+    given = one_group(low, high, quantized, device)
+    state = new_state(twins.optimized.baselines.kivi, device, 2)
+    state.prefill(*(tensor[:, :, :34] for tensor in given))
+    checked_step(state, tuple(tensor[:, :, 34] for tensor in given))
+
+
+@pytest.mark.parametrize(("bits", "head_dim"), [
+    (2, 128), (4, 128), pytest.param(4, 64, marks=long),
+])
+def test_scaled_numbers_give_the_same_bits(bits, head_dim, device):
+    """As the numbers themselves, with scales and minima of 2^-40 to 2^10."""
+    query, key, value = tokens(150, device, head_dim=head_dim)
+    size = torch.linspace(-38, 9, head_dim, device=device).round().exp2()
+    key, value, query = (key * size).to(BF16), (value * size).to(BF16), (query / size).to(BF16)
+    outputs = []
+    for extreme in (0, 1):
+        state = new_state(ours, device, bits, head_dim=head_dim)
+        state.prefill(*(tensor[:, :, :148] for tensor in (query, key, value)))
+        assert not bool(state._extreme.any())
+        state._extreme.fill_(extreme)
+        outputs.append(torch.stack([
+            state.step(*(tensor[:, :, number] for tensor in (query, key, value))) for number in (148, 149)
+        ]))
+    assert bool(outputs[0].isfinite().all())
+    assert_same(outputs[1], outputs[0], what="output")
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_a_weight_of_2_to_the_minus_112_counts(bits, twins, device):
+    """All values are 0 but one, which is 1. Its weight times 2^-16 is a subnormal float32."""
+    query, key, value = (torch.zeros_like(tensor) for tensor in tokens(150, device))
+    query += 1
+    key += 8
+    key[:, :, 70] = 1.125                                               # a logit less by 6.875 * 128 / sqrt(128) = 77.8
+    value[:, :, 70] = 1
+    state = new_state(twins.optimized.baselines.kivi, device, bits)
+    state.prefill(*(tensor[:, :, :149] for tensor in (query, key, value)))
+    output = checked_step(state, tuple(tensor[:, :, 149] for tensor in (query, key, value)))
+    assert bool((output > 2.0**-120).all()) and bool((output < 2.0**-110).all())
+
+
+def test_extreme_groups_are_forgotten_and_reordered(device):
+    given = one_group(0.0, 2.0**20, "keys", device)
+    state = new_state(ours, device, 2)
+    state.prefill(*given)
+    state.reorder(torch.tensor([1, 0], device=device))
+    assert state._extreme.tolist() == [[0, 1], [0, 0]]
+    checked_step(state, tuple(tensor[:, :, 0].flip(0) for tensor in given))
+    state.reset()
+    assert not bool(state._extreme.any())

@@ -1,0 +1,82 @@
+"""KIVI's bfloat16 numbers times 2^-16, which take one operation instead of two, and fewer shifts.
+
+The lowest eight bits of a bfloat16 are an integer times 2^-133: subnormal numbers and those of the least exponent have
+the same spacing. So codes are numbers as they lie in these bits, two of 4 bits or four of 2 bits: code * 2^(AT - 133).
+One fused operation multiplies them by the scale times 2^(117 - AT) and adds the minimum times 2^-16. Its result is that
+of `pair_of` times 2^-16, with the same bits, unless a scale or a minimum of the KV head is extreme
+(`kivi_kernels.is_extreme`); then the attention takes `pair_of`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .._common.launch import PTX
+from .._common.numerics import float32, round_to
+
+_PTX = tl.constexpr(PTX)
+#: Undoes the factor 2^-16.
+UP = tl.constexpr(65536.0)
+
+
+@triton.jit
+def _number(half):
+    """The bfloat16 in the lower half of an int32, as float32."""
+    return float32(half.to(tl.int16).to(tl.bfloat16, bitcast=True))
+
+
+@triton.jit
+def _two(lower, upper):
+    """Two float32, rounded to bfloat16, in an int32."""
+    lower = round_to(lower, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return lower | (round_to(upper, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _times(pair, EXPONENT: tl.constexpr):
+    """Two bfloat16 in an int32 times 2^EXPONENT."""
+    if _PTX:
+        BITS: tl.constexpr = (EXPONENT + 127) << 7
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [pair, BITS * 0x10001, 0x80008000 - 2**32],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )
+    else:
+        FACTOR: tl.constexpr = 2.0**EXPONENT
+        return _two(_number(pair & 0xFFFF) * FACTOR, _number(pair >> 16) * FACTOR)
+
+
+@triton.jit
+def scaled_steps(steps, BITS: tl.constexpr):
+    """Scales, two bfloat16 in an int32, times 2^(117 - AT), for each place AT of a code in eight bits."""
+    if BITS == 2:
+        return _times(steps, 117), _times(steps, 115), _times(steps, 113), _times(steps, 111)
+    else:
+        return _times(steps, 117), _times(steps, 113)
+
+
+@triton.jit
+def scaled_shifts(shifts):
+    """Minima, two bfloat16 in an int32, times 2^-16."""
+    return _times(shifts, -16)
+
+
+@triton.jit
+def scaled_pair(half, steps, shifts, NUMBER: tl.constexpr, BITS: tl.constexpr):
+    """The numbers of the codes NUMBER in both halves of an int32, times 2^-16: two bfloat16 in an int32. steps:
+    `scaled_steps`; shifts: `scaled_shifts`."""
+    TOGETHER: tl.constexpr = 8 // BITS
+    PLACE: tl.constexpr = NUMBER % TOGETHER
+    MASK: tl.constexpr = ((1 << BITS) - 1) * 0x10001 << PLACE * BITS
+    codes = (half >> NUMBER // TOGETHER * 8) & MASK
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [codes, steps[PLACE], shifts],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )
+    else:
+        return _two(
+            _number(codes & 0xFFFF) * _number(steps[PLACE] & 0xFFFF) + _number(shifts & 0xFFFF),
+            _number(codes >> 16) * _number(steps[PLACE] >> 16) + _number(shifts >> 16),
+        )
