@@ -242,7 +242,7 @@ class KIVIState(State):
             query, key, value, self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum,
             self._value_codes, self._value_scales, self._extreme, self._count, self._counters, self._due,
             self.positions, self._partial, self._row_maxima, self._weight_sums, self.scale, config.key_bits,
-            config.value_bits, config.group, self._splits,
+            config.value_bits, config.group, self._splits, self._fragments,
         )
         self._counted += 1
         self._end_change()

@@ -174,9 +174,10 @@ def attend_step(
     query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
     key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor, extreme: Tensor,
     count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
-    weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
+    weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int, fragments: bool,
 ) -> Tensor:
-    """One step: stores the token in the buffers, attends, quantizes what is due, and counts the token."""
+    """One step: stores the token in the buffers, attends, quantizes what is due, and counts the token. fragments:
+    whether the state's memory is in that order, see `in_fragments`."""
     (batch, query_heads, head_dim), (_, heads, residual, _) = query.shape, keys.shape
     slots, pad = positions.shape[1], padded_head_dim(head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -193,7 +194,6 @@ def attend_step(
         constants = {
             "KEY_BITS": key_bits, "VALUE_BITS": value_bits, "GROUP": group, "WORDS": words_of(group, key_bits),
         }
-        fragments = in_fragments(keys.dtype, query_heads // heads, head_dim, group, key_bits, value_bits)
         if fragments:
             fragment_kernel[(batch * heads * (splits + 1),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scale.view(torch.int32),
@@ -227,7 +227,7 @@ def _(
     query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
     key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor, extreme: Tensor,
     count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
-    weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int,
+    weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int, fragments: bool,
 ) -> Tensor:
     return query.new_empty(query.shape)
 
