@@ -1,10 +1,10 @@
 """KIVI's bfloat16 numbers times 2^-16, which take one operation instead of two, and fewer shifts.
 
 The lowest eight bits of a bfloat16 are an integer times 2^-133: subnormal numbers and those of the least exponent have
-the same spacing. So codes are numbers as they lie in these bits, two of 4 bits or four of 2 bits: code * 2^(AT - 133).
-One fused operation multiplies them by the scale times 2^(117 - AT) and adds the minimum times 2^-16. Its result is that
-of `pair_of` times 2^-16, with the same bits, unless a scale or a minimum of the KV head is extreme
-(`kivi_kernels.is_extreme`); then the attention takes `pair_of`.
+the same spacing. So codes are numbers where they lie in these bits, two of 4 bits or four of 2 bits: a code from bit n
+on is code * 2^(n - 133). One fused operation multiplies it by the scale times 2^(117 - n) and adds the minimum times
+2^-16. The result is exactly that of `pair_of` times 2^-16, unless the scale or the minimum is extreme
+(`kivi_kernels.is_extreme`). The attention of a KV head that has such a scale or minimum takes `pair_of`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _times(pair, EXPONENT: tl.constexpr):
 
 @triton.jit
 def scaled_steps(steps, BITS: tl.constexpr):
-    """Scales, two bfloat16 in an int32, times 2^(117 - AT), for each place AT of a code in eight bits."""
+    """Scales, two bfloat16 in an int32, times 2^(117 - n), for each bit n at which one of eight bits' codes begins."""
     if BITS == 2:
         return _times(steps, 117), _times(steps, 115), _times(steps, 113), _times(steps, 111)
     else:
