@@ -20,7 +20,7 @@ from kvtwin.optimized.baselines import kivi as ours
 
 pytestmark = pytest.mark.kind("equivalence")
 
-BATCH, HEADS, GROUP_HEADS, RESIDUAL = 2, 2, 2, 16
+BATCH, HEADS, GROUP_HEADS, RESIDUAL = 2, 2, 3, 16
 BF16 = torch.bfloat16
 long = pytest.mark.slow_on_cpu
 #: Of a group with 2 bits: its least and its greatest number, and whether its scale or its minimum is too large or too
@@ -38,10 +38,12 @@ GROUPS = [
 ]
 
 
-def new_state(kivi: Any, device: torch.device, bits: int, *, head_dim: int = 128, heads: int = HEADS) -> Any:
-    config = kivi.KIVIConfig(bits, bits, group=16, residual=RESIDUAL, max_tokens=160)
+def new_state(
+    kivi: Any, device: torch.device, bits: int, *, head_dim: int = 128, value_bits: int | None = None
+) -> Any:
+    config = kivi.KIVIConfig(bits, value_bits or bits, group=16, residual=RESIDUAL, max_tokens=160)
     return kivi.KIVIState(
-        config, batch=BATCH, query_heads=heads * GROUP_HEADS, key_value_heads=heads, head_dim=head_dim, dtype=BF16,
+        config, batch=BATCH, query_heads=HEADS * GROUP_HEADS, key_value_heads=HEADS, head_dim=head_dim, dtype=BF16,
         device=device,
     )
 
@@ -70,17 +72,17 @@ def checked_step(state: Any, token: tuple[Tensor, ...]) -> Tensor:
 
 
 def one_group(low: float, high: float, quantized: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """35 tokens. In the last head of the last row, the keys 16 to 31 have a channel with these extremes, or the value
+    """35 tokens. In the first head of the last row, the keys 16 to 31 have a channel with these extremes, or the value
     of token 17 a group. That channel adds up to 2.8 to a logit."""
     query, key, value = tokens(35, device)
     if quantized == "keys":
         query[..., 5] = 32 / max(abs(low), abs(high))
         key[..., 5] = 0
-        key[-1, -1, 16:32, 5] = low
-        key[-1, -1, 20, 5] = high
+        key[-1, 0, 16:32, 5] = low
+        key[-1, 0, 20, 5] = high
     else:
-        value[-1, -1, 17, 32:48] = low
-        value[-1, -1, 17, 40] = high
+        value[-1, 0, 17, 32:48] = low
+        value[-1, 0, 17, 40] = high
     return query, key, value
 
 
@@ -94,7 +96,7 @@ def test_extreme_groups_are_noticed(low, high, extreme, prompt, quantized, devic
     state.prefill(*(tensor[:, :, :prompt] for tensor in given))
     for number in range(prompt, 35):
         state.step(*(tensor[:, :, number] for tensor in given))
-    assert state._extreme.tolist() == [[0, 0], [0, int(extreme)]]
+    assert state._extreme.tolist() == [[0, 0], [int(extreme), 0]]
 
 
 @pytest.mark.parametrize("quantized", ["keys", "values"])
@@ -106,9 +108,29 @@ def test_steps_over_extreme_groups_are_within_the_bound(low, high, extreme, quan
     checked_step(state, tuple(tensor[:, :, 34] for tensor in given))
 
 
-@pytest.mark.parametrize(("bits", "head_dim"), [
-    (2, 128), (4, 128), pytest.param(4, 64, marks=long),
+@pytest.mark.parametrize("quantized", ["keys", "values"])
+@pytest.mark.parametrize(("bits", "value_bits", "head_dim"), [
+    (4, 4, 128), pytest.param(4, 4, 64, marks=long), pytest.param(2, 4, 64, marks=long),
+    pytest.param(4, 2, 128, marks=long),
 ])
+@pytest.mark.parametrize("prompt", [149, pytest.param(143, marks=long)])
+def test_the_last_groups_are_noticed_and_read(prompt, bits, value_bits, head_dim, quantized, device):
+    """Those of the last channels. With 4 bits they are in the third tile, which a later share has."""
+    given = tokens(150, device, head_dim=head_dim)
+    if quantized == "keys":
+        given[1][0, 1, 128:144, -1] = torch.linspace(0, 2.0**18, 16)
+        given[0][..., -1] = 2.0**-13
+    else:
+        given[2][0, 1, 132, -16:] = torch.linspace(0, 2.0**18, 16)
+    state = new_state(ours, device, bits, value_bits=value_bits, head_dim=head_dim)
+    state.prefill(*(tensor[:, :, :prompt] for tensor in given))
+    for number in range(prompt, 149):
+        state.step(*(tensor[:, :, number] for tensor in given))
+    checked_step(state, tuple(tensor[:, :, 149] for tensor in given))
+    assert state._extreme.tolist() == [[0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(("bits", "head_dim"), [(2, 128), (4, 128), pytest.param(4, 64, marks=long)])
 def test_scaled_numbers_give_the_same_bits(bits, head_dim, device):
     """As the numbers themselves, with scales and minima of 2^-40 to 2^10."""
     query, key, value = tokens(150, device, head_dim=head_dim)
@@ -144,9 +166,10 @@ def test_a_weight_of_2_to_the_minus_112_counts(bits, twins, device):
 def test_extreme_groups_are_forgotten_and_reordered(device):
     given = one_group(0.0, 2.0**20, "keys", device)
     state = new_state(ours, device, 2)
-    state.prefill(*given)
-    state.reorder(torch.tensor([1, 0], device=device))
-    assert state._extreme.tolist() == [[0, 1], [0, 0]]
-    checked_step(state, tuple(tensor[:, :, 0].flip(0) for tensor in given))
-    state.reset()
-    assert not bool(state._extreme.any())
+    for index in ([1, 0], [1, 1]):
+        state.prefill(*given)
+        state.reorder(torch.tensor(index, device=device))
+        assert state._extreme.tolist() == [[row, 0] for row in index]
+        checked_step(state, tuple(tensor[index, :, 0] for tensor in given))
+        state.reset()
+        assert not bool(state._extreme.any())
