@@ -20,7 +20,7 @@ from kvtwin.optimized.baselines import kivi as ours
 
 pytestmark = pytest.mark.kind("equivalence")
 
-BATCH, HEADS, GROUP_HEADS, RESIDUAL = 2, 2, 3, 16
+BATCH, HEADS, GROUP_HEADS, RESIDUAL = 2, 2, 3, 32
 BF16 = torch.bfloat16
 long = pytest.mark.slow_on_cpu
 #: Of a group with 2 bits: its least and its greatest number, and whether its scale or its minimum is too large or too
@@ -39,21 +39,24 @@ GROUPS = [
 
 
 def new_state(
-    kivi: Any, device: torch.device, bits: int, *, head_dim: int = 128, value_bits: int | None = None
+    kivi: Any, device: torch.device, bits: int, *, head_dim: int = 128, group_heads: int = GROUP_HEADS,
+    value_bits: int | None = None,
 ) -> Any:
-    config = kivi.KIVIConfig(bits, value_bits or bits, group=16, residual=RESIDUAL, max_tokens=160)
+    config = kivi.KIVIConfig(bits, value_bits or bits, group=16, residual=RESIDUAL, max_tokens=176)
     return kivi.KIVIState(
-        config, batch=BATCH, query_heads=HEADS * GROUP_HEADS, key_value_heads=HEADS, head_dim=head_dim, dtype=BF16,
+        config, batch=BATCH, query_heads=HEADS * group_heads, key_value_heads=HEADS, head_dim=head_dim, dtype=BF16,
         device=device,
     )
 
 
-def tokens(count: int, device: torch.device, *, head_dim: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+def tokens(
+    count: int, device: torch.device, *, head_dim: int = 128, group_heads: int = GROUP_HEADS
+) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of random tokens."""
     generator = torch.Generator().manual_seed(3)
     query, key, value = (
         torch.randn(BATCH, heads, count, head_dim, generator=generator).to(device, BF16)
-        for heads in (HEADS * GROUP_HEADS, HEADS, HEADS)
+        for heads in (HEADS * group_heads, HEADS, HEADS)
     )
     return query, key, value
 
@@ -72,17 +75,17 @@ def checked_step(state: Any, token: tuple[Tensor, ...]) -> Tensor:
 
 
 def one_group(low: float, high: float, quantized: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """35 tokens. In the first head of the last row, the keys 16 to 31 have a channel with these extremes, or the value
-    of token 17 a group. That channel adds up to 2.8 to a logit."""
-    query, key, value = tokens(35, device)
+    """51 tokens. In the first head of the last row, the keys 16 to 31, the second group of a residual, have a channel
+    with these extremes, or the value of token 1 a group. That channel adds up to 2.8 to a logit."""
+    query, key, value = tokens(51, device)
     if quantized == "keys":
         query[..., 5] = 32 / max(abs(low), abs(high))
         key[..., 5] = 0
         key[-1, 0, 16:32, 5] = low
         key[-1, 0, 20, 5] = high
     else:
-        value[-1, 0, 17, 32:48] = low
-        value[-1, 0, 17, 40] = high
+        value[-1, 0, 1, 32:48] = low
+        value[-1, 0, 1, 40] = high
     return query, key, value
 
 
@@ -104,46 +107,46 @@ def test_extreme_groups_are_noticed(low, high, extreme, prompt, quantized, devic
 def test_steps_over_extreme_groups_are_within_the_bound(low, high, extreme, quantized, twins, device):
     given = one_group(low, high, quantized, device)
     state = new_state(twins.optimized.baselines.kivi, device, 2)
-    state.prefill(*(tensor[:, :, :34] for tensor in given))
-    checked_step(state, tuple(tensor[:, :, 34] for tensor in given))
+    state.prefill(*(tensor[:, :, :50] for tensor in given))             # the values of 18 tokens are quantized
+    checked_step(state, tuple(tensor[:, :, 50] for tensor in given))
 
 
 @pytest.mark.parametrize("quantized", ["keys", "values"])
-@pytest.mark.parametrize(("bits", "value_bits", "head_dim"), [
-    (4, 4, 128), pytest.param(4, 4, 64, marks=long), pytest.param(2, 4, 64, marks=long),
-    pytest.param(4, 2, 128, marks=long),
+@pytest.mark.parametrize(("bits", "value_bits", "head_dim", "group_heads"), [
+    (4, 4, 128, 8), pytest.param(4, 4, 64, 3, marks=long), pytest.param(2, 4, 64, 8, marks=long),
+    pytest.param(4, 2, 128, 1, marks=long),
 ])
-@pytest.mark.parametrize("prompt", [149, pytest.param(143, marks=long)])
-def test_the_last_groups_are_noticed_and_read(prompt, bits, value_bits, head_dim, quantized, device):
+@pytest.mark.parametrize("prompt", [161, pytest.param(159, marks=long)])
+def test_the_last_groups_are_noticed_and_read(prompt, bits, value_bits, head_dim, group_heads, quantized, device):
     """Those of the last channels. With 4 bits they are in the third tile, which a later share has."""
-    given = tokens(150, device, head_dim=head_dim)
+    given = tokens(162, device, head_dim=head_dim, group_heads=group_heads)
     if quantized == "keys":
         given[1][0, 1, 128:144, -1] = torch.linspace(0, 2.0**18, 16)
         given[0][..., -1] = 2.0**-13
     else:
-        given[2][0, 1, 132, -16:] = torch.linspace(0, 2.0**18, 16)
-    state = new_state(ours, device, bits, value_bits=value_bits, head_dim=head_dim)
+        given[2][0, 1, 128, -16:] = torch.linspace(0, 2.0**18, 16)
+    state = new_state(ours, device, bits, value_bits=value_bits, head_dim=head_dim, group_heads=group_heads)
     state.prefill(*(tensor[:, :, :prompt] for tensor in given))
-    for number in range(prompt, 149):
+    for number in range(prompt, 161):
         state.step(*(tensor[:, :, number] for tensor in given))
-    checked_step(state, tuple(tensor[:, :, 149] for tensor in given))
+    checked_step(state, tuple(tensor[:, :, 161] for tensor in given))
     assert state._extreme.tolist() == [[0, 1], [0, 0]]
 
 
 @pytest.mark.parametrize(("bits", "head_dim"), [(2, 128), (4, 128), pytest.param(4, 64, marks=long)])
 def test_scaled_numbers_give_the_same_bits(bits, head_dim, device):
     """As the numbers themselves, with scales and minima of 2^-40 to 2^10."""
-    query, key, value = tokens(150, device, head_dim=head_dim)
+    query, key, value = tokens(165, device, head_dim=head_dim)
     size = torch.linspace(-38, 9, head_dim, device=device).round().exp2()
     key, value, query = (key * size).to(BF16), (value * size).to(BF16), (query / size).to(BF16)
     outputs = []
     for extreme in (0, 1):
         state = new_state(ours, device, bits, head_dim=head_dim)
-        state.prefill(*(tensor[:, :, :148] for tensor in (query, key, value)))
+        state.prefill(*(tensor[:, :, :163] for tensor in (query, key, value)))
         assert not bool(state._extreme.any())
         state._extreme.fill_(extreme)
         outputs.append(torch.stack([
-            state.step(*(tensor[:, :, number] for tensor in (query, key, value))) for number in (148, 149)
+            state.step(*(tensor[:, :, number] for tensor in (query, key, value))) for number in (163, 164)
         ]))
     assert bool(outputs[0].isfinite().all())
     assert_same(outputs[1], outputs[0], what="output")
