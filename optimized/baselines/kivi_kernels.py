@@ -61,7 +61,8 @@ def is_extreme(scale, minimum):
 
 @triton.jit
 def _note_extremes(extreme, scale, minimum, inside):
-    """Set `extreme`, int32, to 1 if any scale or minimum that is inside is extreme."""
+    """Set `extreme`, the int32 of a KV head, to 1 if any scale or minimum that is inside is extreme. Several programs
+    may store the same 1; nothing but a reset stores 0."""
     found = tl.max((is_extreme(scale, minimum) & inside).to(tl.int32), None)
     tl.store(extreme, 1, mask=found > 0)
 
@@ -95,7 +96,7 @@ def _store_keys(
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Quantize and store a group of keys x [ROWS, BLOCK] float32 (channels d), of which the first GROUP rows exist.
-    FRAGMENTS: see `kivi_order.py`; then the flag `extreme` is also kept."""
+    FRAGMENTS: see `kivi_order.py`; with it, see `_note_extremes`."""
     C: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS // C
     low, high, finite = extremes(x, there, 0)
@@ -119,7 +120,7 @@ def store_values(
     GROUP: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr, DISTANCE: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Quantize and store the values x [ROWS, D_PAD] float32 of tokens [ROWS] int64, those that are valid. DISTANCE:
-    that of two scales, and of two minima. FRAGMENTS: see `kivi_order.py`; then the flag `extreme` is also kept."""
+    that of two scales, and of two minima. FRAGMENTS: see `kivi_order.py`; with it, see `_note_extremes`."""
     C: tl.constexpr = 32 // BITS
     x = tl.reshape(x, (ROWS, D_PAD // GROUP, GROUP))
     there = tl.reshape(there, (ROWS, D_PAD // GROUP, GROUP))
@@ -155,7 +156,7 @@ def quantize_keys_kernel(
 
     EVERY: x is [B, H, T, D]. PROMPT: so is x, and place [B, slots] int64 has the token of each slot; count [B] says how
     many there are. STEP: x is the buffer [B, H, R, D], with the keys to quantize if due[b] > 0, the row's new number of
-    tokens; its first program also counts the tokens. extreme [B, H] int32: 1 where a scale or a minimum is extreme.
+    tokens; its first program also counts the tokens. extreme [B, H] int32: see `_note_extremes`.
     """
     program = tl.program_id(0)
     i, row_head = program % groups, (program // groups).to(tl.int64)
