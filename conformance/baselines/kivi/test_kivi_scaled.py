@@ -34,7 +34,9 @@ GROUPS = [
     pytest.param(-(2.0**-103), 2.0**-101, False, id="least-negative-minimum"),
     pytest.param(255 * 2.0**-111, 255 * 2.0**-111, True, id="minimum-below-the-least"),
     pytest.param(-255 * 2.0**-111, -255 * 2.0**-111, True, id="negative-minimum-below-the-least"),
-    pytest.param(-(2.0**90), -(2.0**90), False, id="large-minimum"),
+    pytest.param(2.0**12, 2.0**12 + 3 * 2.0**11, True, id="scale-of-positive-numbers-above-the-largest"),
+    pytest.param(-6112.0, 24.0, True, id="scale-that-rounds-to-2-to-the-11"),
+    pytest.param(-(2.0**121), -(2.0**121), False, id="large-minimum"),
 ]
 
 
@@ -103,6 +105,26 @@ def test_extreme_groups_are_noticed(low, high, extreme, prompt, quantized, devic
 
 
 @pytest.mark.parametrize("quantized", ["keys", "values"])
+@pytest.mark.parametrize(("bits", "group", "residual"), [(2, 16, 32), (4, 64, 64), (2, 128, 128)])
+def test_extreme_groups_are_noticed_at_every_place(bits, group, residual, quantized, device):
+    """Of 32 heads, each has one extreme number: another channel of the keys, or another token of the values."""
+    config = ours.KIVIConfig(bits, bits, group=group, residual=residual, max_tokens=2 * residual)
+    state = ours.KIVIState(
+        config, batch=8, query_heads=4, key_value_heads=4, head_dim=128, dtype=BF16, device=device,
+    )
+    generator = torch.Generator().manual_seed(5)
+    given = torch.randn(3, 8, 4, residual + 32, 128, generator=generator).to(device, BF16)
+    for number in range(32):
+        of_head = given[1 if quantized == "keys" else 2, number // 4, number % 4]
+        if quantized == "keys":
+            of_head[number % residual, 37 * number % 128] = 2.0**16
+        else:
+            of_head[number, 16 * number % 128] = 2.0**16
+    state.prefill(*given)
+    assert bool(state._extreme.all())
+
+
+@pytest.mark.parametrize("quantized", ["keys", "values"])
 @pytest.mark.parametrize(("low", "high", "extreme"), GROUPS)
 def test_steps_over_extreme_groups_are_within_the_bound(low, high, extreme, quantized, twins, device):
     given = one_group(low, high, quantized, device)
@@ -168,11 +190,12 @@ def test_a_weight_of_2_to_the_minus_112_counts(bits, twins, device):
 
 def test_extreme_groups_are_forgotten_and_reordered(device):
     given = one_group(0.0, 2.0**20, "keys", device)
+    given[1][-1, 1, 3, 7] = 2.0**20
     state = new_state(ours, device, 2)
     for index in ([1, 0], [1, 1]):
         state.prefill(*given)
         state.reorder(torch.tensor(index, device=device))
-        assert state._extreme.tolist() == [[row, 0] for row in index]
+        assert state._extreme.tolist() == [[row, row] for row in index]
         checked_step(state, tuple(tensor[index, :, 0] for tensor in given))
         state.reset()
         assert not bool(state._extreme.any())
