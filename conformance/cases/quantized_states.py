@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ..judge import bounds, checkers
+from ..judge import bounds, checkers, reconstructed
 from ..judge.compare import assert_same, assert_within
+from ..judge.oracle import attend
 from .case import DecodeCase
 
 CODES = ("codes_of_keys", "codes_of_values")
@@ -119,3 +121,18 @@ def assert_same_codes(one: Any, other: Any, rows: slice = slice(None)) -> None:
     for name in CODES:
         for found, expected in zip(getattr(one, name)(), getattr(other, name)(), strict=True):
             assert_same(found[rows], expected, what=name)
+
+
+def checked_step(judge: ModuleType, state: Any, token: tuple[Tensor, ...], rows: int) -> Tensor:
+    """Take a step. Its output for the first rows must be within the bound of float64 over the numbers that the codes
+    stand for. judge: the method's checker. Returns the output of all rows."""
+    seen = state.tokens_seen
+    key, value, key_error, value_error = judge.read_by(state, rows)
+    query, new_key, new_value = (tensor[:rows] for tensor in token)
+    key[:, :, seen], value[:, :, seen] = new_key.double(), new_value.double()
+    occupied = (torch.arange(key.shape[2], device=key.device) <= seen).expand(rows, -1)
+    output: Tensor = state.step(*token)
+    truth = attend(query, key, value, occupied).output[:, :, 0]
+    bound = reconstructed.decode_output(query, key, value, occupied, key_error, value_error, scale=None)
+    assert_within(output[:rows], truth, bound, what="output")
+    return output

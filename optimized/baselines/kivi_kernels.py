@@ -96,7 +96,7 @@ def _store_keys(
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Quantize and store a group of keys x [ROWS, BLOCK] float32 (channels d), of which the first GROUP rows exist.
-    FRAGMENTS: see `kivi_order.py`; with it, see `_note_extremes`."""
+    FRAGMENTS: see `kivi_order.py`; extreme: `_note_extremes`."""
     C: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = ROWS // C
     low, high, finite = extremes(x, there, 0)
@@ -120,7 +120,7 @@ def store_values(
     GROUP: tl.constexpr, ROWS: tl.constexpr, D_PAD: tl.constexpr, DISTANCE: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
     """Quantize and store the values x [ROWS, D_PAD] float32 of tokens [ROWS] int64, those that are valid. DISTANCE:
-    that of two scales, and of two minima. FRAGMENTS: see `kivi_order.py`; with it, see `_note_extremes`."""
+    that of two scales, and of two minima. FRAGMENTS: see `kivi_order.py`; extreme: `_note_extremes`."""
     C: tl.constexpr = 32 // BITS
     x = tl.reshape(x, (ROWS, D_PAD // GROUP, GROUP))
     there = tl.reshape(there, (ROWS, D_PAD // GROUP, GROUP))

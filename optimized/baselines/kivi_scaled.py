@@ -16,24 +16,11 @@ import triton
 import triton.language as tl
 
 from .._common.launch import PTX
-from .._common.numerics import float32, round_to
+from .kivi_step_kernels import both, lower_of
 
 _PTX = tl.constexpr(PTX)
 #: Undoes the factor 2^-16.
 UP = tl.constexpr(65536.0)
-
-
-@triton.jit
-def _number(half):
-    """The bfloat16 in the lower half of an int32, as float32."""
-    return float32(half.to(tl.int16).to(tl.bfloat16, bitcast=True))
-
-
-@triton.jit
-def _two(lower, upper):
-    """Two float32, rounded to bfloat16, in an int32."""
-    lower = round_to(lower, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return lower | (round_to(upper, tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 
 
 @triton.jit
@@ -47,7 +34,9 @@ def _times(pair, EXPONENT: tl.constexpr):
         )
     else:
         FACTOR: tl.constexpr = 2.0**EXPONENT
-        return _two(_number(pair & 0xFFFF) * FACTOR, _number(pair >> 16) * FACTOR)
+        return both(
+            lower_of(pair, tl.bfloat16) * FACTOR, lower_of(pair >> 16, tl.bfloat16) * FACTOR, tl.bfloat16
+        )
 
 
 @triton.jit
@@ -79,7 +68,8 @@ def scaled_pair(half, steps, shifts, NUMBER: tl.constexpr, BITS: tl.constexpr):
             dtype=tl.int32, is_pure=True, pack=1,
         )
     else:
-        return _two(
-            _number(codes & 0xFFFF) * _number(steps[PLACE] & 0xFFFF) + _number(shifts & 0xFFFF),
-            _number(codes >> 16) * _number(steps[PLACE] >> 16) + _number(shifts >> 16),
-        )
+        step = steps[PLACE]
+        lower = lower_of(codes, tl.bfloat16) * lower_of(step, tl.bfloat16) + lower_of(shifts, tl.bfloat16)
+        codes, step, shifts = codes >> 16, step >> 16, shifts >> 16
+        upper = lower_of(codes, tl.bfloat16) * lower_of(step, tl.bfloat16) + lower_of(shifts, tl.bfloat16)
+        return both(lower, upper, tl.bfloat16)

@@ -24,9 +24,15 @@ def _bits(x):
 
 
 @triton.jit
-def _low(pair, DTYPE: tl.constexpr):
+def lower_of(pair, DTYPE: tl.constexpr):
     """The lower of two 16-bit numbers in an int32, as float32."""
     return float32((pair & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True))
+
+
+@triton.jit
+def both(lower, upper, DTYPE: tl.constexpr):
+    """Two float32, rounded to 16 bits, in an int32."""
+    return _bits(round_to(lower, DTYPE)) | (_bits(round_to(upper, DTYPE)) << 16)
 
 
 @triton.jit
@@ -63,9 +69,9 @@ def pair_of(codes, steps, shifts, BITS: tl.constexpr, DTYPE: tl.constexpr, AT: t
         )
     else:
         codes = (codes & MASK) >> AT
-        first = number_of(codes & 0xFFFF) * _low(steps, DTYPE) + _low(shifts, DTYPE)
-        second = number_of(codes >> 16) * _low(steps >> 16, DTYPE) + _low(shifts >> 16, DTYPE)
-        return _bits(round_to(first, DTYPE)) | (_bits(round_to(second, DTYPE)) << 16)
+        first = number_of(codes & 0xFFFF) * lower_of(steps, DTYPE) + lower_of(shifts, DTYPE)
+        second = number_of(codes >> 16) * lower_of(steps >> 16, DTYPE) + lower_of(shifts >> 16, DTYPE)
+        return both(first, second, DTYPE)
 
 
 @triton.jit

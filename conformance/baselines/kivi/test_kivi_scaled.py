@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge import reconstructed
+from kvtwin.conformance.cases.quantized_states import checked_step
 from kvtwin.conformance.judge.checkers import kivi as judge
-from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import attend
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized.baselines import kivi as ours
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -61,19 +60,6 @@ def tokens(
         for heads in (HEADS * group_heads, HEADS, HEADS)
     )
     return query, key, value
-
-
-def checked_step(state: Any, token: tuple[Tensor, ...]) -> Tensor:
-    """A step, whose output must be within the bound of attention over the numbers that the codes stand for."""
-    seen = state.tokens_seen
-    key, value, key_error, value_error = judge.read_by(state, BATCH)
-    key[:, :, seen], value[:, :, seen] = token[1].double(), token[2].double()
-    occupied = (torch.arange(key.shape[2], device=key.device) <= seen).expand(BATCH, -1)
-    output: Tensor = state.step(*token)
-    truth = attend(token[0], key, value, occupied).output[:, :, 0]
-    bound = reconstructed.decode_output(token[0], key, value, occupied, key_error, value_error, scale=None)
-    assert_within(output, truth, bound, what="output")
-    return output
 
 
 def one_group(low: float, high: float, quantized: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +116,7 @@ def test_steps_over_extreme_groups_are_within_the_bound(low, high, extreme, quan
     given = one_group(low, high, quantized, device)
     state = new_state(twins.optimized.baselines.kivi, device, 2)
     state.prefill(*(tensor[:, :, :50] for tensor in given))             # the values of 18 tokens are quantized
-    checked_step(state, tuple(tensor[:, :, 50] for tensor in given))
+    checked_step(judge, state, tuple(tensor[:, :, 50] for tensor in given), BATCH)
 
 
 @pytest.mark.parametrize("quantized", ["keys", "values"])
@@ -151,7 +137,7 @@ def test_the_last_groups_are_noticed_and_read(prompt, bits, value_bits, head_dim
     state.prefill(*(tensor[:, :, :prompt] for tensor in given))
     for number in range(prompt, 161):
         state.step(*(tensor[:, :, number] for tensor in given))
-    checked_step(state, tuple(tensor[:, :, 161] for tensor in given))
+    checked_step(judge, state, tuple(tensor[:, :, 161] for tensor in given), BATCH)
     assert state._extreme.tolist() == [[0, 1], [0, 0]]
 
 
@@ -184,7 +170,7 @@ def test_a_weight_of_2_to_the_minus_112_counts(bits, twins, device):
     value[:, :, 70] = 1
     state = new_state(twins.optimized.baselines.kivi, device, bits)
     state.prefill(*(tensor[:, :, :149] for tensor in (query, key, value)))
-    output = checked_step(state, tuple(tensor[:, :, 149] for tensor in (query, key, value)))
+    output = checked_step(judge, state, tuple(tensor[:, :, 149] for tensor in (query, key, value)), BATCH)
     assert bool((output > 2.0**-120).all()) and bool((output < 2.0**-110).all())
 
 
@@ -196,6 +182,6 @@ def test_extreme_groups_are_forgotten_and_reordered(device):
         state.prefill(*given)
         state.reorder(torch.tensor(index, device=device))
         assert state._extreme.tolist() == [[row, row] for row in index]
-        checked_step(state, tuple(tensor[index, :, 0] for tensor in given))
+        checked_step(judge, state, tuple(tensor[index, :, 0] for tensor in given), BATCH)
         state.reset()
         assert not bool(state._extreme.any())
