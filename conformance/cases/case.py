@@ -27,6 +27,9 @@ from .layouts import of as layout_of
 #: Every kind of case by name; subclasses register themselves.
 KINDS: dict[str, type[Case]] = {}
 
+#: The most bytes of tensors in a file of a case.
+MOST_SAVED = 2**26
+
 #: The case whose inputs were used last, and the test that used them.
 _latest: list[tuple[Case, str | None]] = []
 
@@ -118,24 +121,35 @@ class Case:
         return torch.Generator(self.device).manual_seed(self.seed)
 
     def used(self) -> None:
-        _latest[:] = [(self, running_test())]
+        _latest[:] = [(self.__dict__.get("_whole", self), running_test())]
+
+    def part_of(self, whole: Case, tensors: dict[str, Tensor | None]) -> None:
+        """Make this case a part of another one, with these tensors of it. A failure saves the whole."""
+        self._adopt(tensors)
+        self.__dict__["_whole"] = whole
 
     def save(self, path: Path | str, subject: str | None = None) -> str:
         """Write the case, and the name of the judged function or state (`subjects.Subject`), if there is one. Returns
-        the command that replays it."""
+        the command that replays it. The tensors of a case of more than MOST_SAVED bytes are not written, but made again
+        from its seed, on a device of the same kind."""
         from safetensors.torch import save_file
 
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["dtype"] = str(self.dtype).removeprefix("torch.")
+        found = {name: tensor for name, tensor in self.tensors.items() if tensor is not None}
+        absent = [name for name in self.tensors if name not in found]
+        made = self.content != "given" and sum(one.numel() * one.element_size() for one in found.values()) > MOST_SAVED
         # Copy: a case may hold one tensor under two names, which safetensors rejects.
-        tensors = {
-            name: tensor.clone(memory_format=torch.contiguous_format)
-            for name, tensor in self.tensors.items() if tensor is not None
+        tensors = {} if made else {
+            name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
         }
-        absent = [name for name in self.tensors if name not in tensors]
-        description = json.dumps({"kind": self.kind, "absent": absent, "subject": subject, **fields})
-        save_file(tensors, path, metadata={"kvtwin": description})
+        more = {"made_on": self.device} if made else {}
+        description = {"absent": absent, "subject": subject, **more, **self.described()}
+        save_file(tensors, path, metadata={"kvtwin": json.dumps(description)})
         return f"kvtwin replay {path}"
+
+    def described(self) -> dict[str, Any]:
+        """The kind and the fields as values that JSON has, for `from_description`."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"kind": self.kind, **fields, "dtype": str(self.dtype).removeprefix("torch.")}
 
     def _adopt(self, tensors: dict[str, Tensor | None]) -> None:
         self.__dict__["tensors"] = tensors
@@ -429,15 +443,14 @@ def _loaded(path: Path | str, device: str | None) -> Case:
     with safe_open(path, "pt") as file:
         fields = json.loads(file.metadata()["kvtwin"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    fields["dtype"] = getattr(torch, fields["dtype"])
-    fields["device"] = device or "cpu"
-    if "config" in fields:
-        fields["config"] = tuple(
-            (name, tuple(value) if isinstance(value, list) else value) for name, value in fields["config"]
-        )
-    absent = fields.pop("absent")
+    absent, made_on = fields.pop("absent"), fields.pop("made_on", None)
     fields.pop("subject", None)
-    case = KINDS[fields.pop("kind")](**fields)
+    fields["device"] = device or "cpu"
+    case = from_description(fields)
+    if made_on is not None:  # too large for a file; a generator gives other numbers on a device of another kind
+        if torch.device(made_on).type != torch.device(fields["device"]).type:
+            raise ValueError(f"its tensors are made from its seed on {made_on}, got the device {fields['device']}")
+        return case
     found = {
         **dict.fromkeys(absent),
         **{name: case.place(name, tensor.to(fields["device"])) for name, tensor in tensors.items()},
@@ -446,6 +459,16 @@ def _loaded(path: Path | str, device: str | None) -> Case:
         raise ValueError(f"expected the tensors {_shapes(case.make())}, got {_shapes(found)}")
     case._adopt(found)
     return case
+
+
+def from_description(fields: dict[str, Any]) -> Case:
+    """The case that `Case.described` describes."""
+    fields = {**fields, "dtype": getattr(torch, fields["dtype"])}
+    if "config" in fields:
+        fields["config"] = tuple(
+            (name, tuple(value) if isinstance(value, list) else value) for name, value in fields["config"]
+        )
+    return KINDS[fields.pop("kind")](**fields)
 
 
 def _shapes(tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...] | None]:

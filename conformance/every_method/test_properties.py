@@ -6,20 +6,19 @@ about and in nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.errors import UnsatisfiedAssumption
 
 from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import calls, mismatch, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch
-from kvtwin.conformance.judge.subjects import Results, StateSubject, Subject
+from kvtwin.conformance.judge.subjects import Results, StateSubject, Subject, check_each
 
 EVERY = subjects.every()
 FUNCTIONS = [subject for subject in EVERY if not isinstance(subject, StateSubject)]
@@ -71,22 +70,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrizes as `pytest.mark.parametrize` would, with which Hypothesis would draw other cases for each field."""
     if hasattr(metafunc.function, "of"):
         metafunc.parametrize(("subject", "field"), metafunc.function.of)
-
-
-def check_each(cases: Iterable[Any], check: Callable[[Any], Any]) -> int:
-    """Check every case but those that the implementation refuses; refuse the example, or the test, if it refuses all.
-    Returns how many were checked."""
-    checked, refusal = 0, None
-    for case in cases:
-        try:
-            check(case)
-        except (UnsatisfiedAssumption, NotProvided) as error:
-            refusal = error
-        else:
-            checked += 1
-    if refusal is not None and not checked:
-        raise refusal
-    return checked
 
 
 @pytest.mark.property("accuracy")

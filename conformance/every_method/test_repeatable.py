@@ -6,10 +6,8 @@ With the profile "thorough", each call is made 100 times on a GPU.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from kvtwin.conformance import compile_only, discovery
 from kvtwin.conformance.cases import draws, every_call, strategies, tiny
+from kvtwin.conformance.cases.load import FILLS, Load, filled
 from kvtwin.optimized._common.launch import INTERPRETED
 
 pytestmark = [
@@ -25,46 +24,6 @@ pytestmark = [
 ]
 
 ROUNDS = 100 if settings().max_examples >= 1000 and not INTERPRETED else 2
-#: Bytes that fill memory before it is used: zeros; large numbers; NaN, and -1 in integers.
-FILLS = (0, 0x7F, 0xFF)
-
-
-@contextmanager
-def filled(byte: int) -> Iterator[None]:
-    """Memory is allocated with this byte in it instead of old contents."""
-
-    def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocate(*sizes: Any, **options: Any) -> Tensor:
-            made = make(*sizes, **options)
-            if made.dtype == torch.bool:
-                return made.fill_(bool(byte))
-            made.untyped_storage().fill_(byte)
-            return made
-
-        return allocate
-
-    with ExitStack() as stack:
-        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-            stack.enter_context(mock.patch.object(owner, name, filling(getattr(owner, name))))
-        yield
-
-
-class Load:
-    """Work on a second stream of a GPU. Each call of `add` enqueues some more, of random size, and does not wait."""
-
-    def __init__(self, device: torch.device, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.stream = None if device.type == "cpu" else torch.cuda.Stream(device)
-        self.matrix = torch.zeros(2048, 2048, device=device) if self.stream else None
-
-    def add(self) -> None:
-        if self.stream is None or self.matrix is None:
-            return
-        size = 64 * self.random.randint(1, 32)
-        with torch.cuda.stream(self.stream):
-            part = self.matrix[:size, :size]
-            torch.mm(part, part)
-            self.matrix.add_(1)
 
 
 def contents(result: Any) -> list[tuple[torch.dtype, tuple[int, ...], Tensor]]:

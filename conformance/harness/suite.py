@@ -31,6 +31,7 @@ MARKERS = (
     "slow: a test over two seconds long of the suite itself, of stored results or of imports; `tox` leaves it out, and "
     ".ci/run does not",
     "slow_on_cpu: a long test of kernels, of which a GPU says more: `slow` in Triton's interpreter alone",
+    "served: a test of sizes that people serve, which a GPU alone can hold; not collected on the CPU",
     "method(name): the tested method, if neither the file's name nor a parameter names it",
 )
 WARNINGS = (
@@ -259,6 +260,8 @@ class Suite:
             item.stash[FACTS] = results.classify(item)
             if self.backend.interpreter and item.get_closest_marker("slow_on_cpu") is not None:
                 item.add_marker("slow")
+        if self.backend.device.type == "cpu":
+            _keep(config, items, lambda item: item.get_closest_marker("served") is None)
         methods = options.methods(config)
         if methods is not None:
             _keep(config, items, lambda item: item.stash[FACTS]["method"] in methods)

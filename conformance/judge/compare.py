@@ -14,6 +14,7 @@ choice that differs from the truth's within the bounds is an adjudicated tie.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -31,6 +32,7 @@ from .mismatch import WrongTie as WrongTie
 from .mismatch import fail as fail
 from .mismatch import fail_choice, fail_tie
 from .mismatch import fail_oracle as fail_oracle
+from .ties import members_chosen, rank_in_class
 
 
 @dataclass(frozen=True)
@@ -266,127 +268,147 @@ def assert_kept_right(
         (protected & in_window, Priority.PROTECTED_IN_WINDOW),
     ):
         priority.masked_fill_(members, level)
-    priority = priority.flatten(0, -2)                                                   # [rows, T]
     rows = {
         name: tensor.expand(occupied.shape[:-1] + tensor.shape[-1:]).flatten(0, -2) for name, tensor in
-        (("kept", kept), ("truth", truth), ("low", scores.low), ("high", scores.high), ("tie", tie))
+        (("kept", kept), ("truth", truth), ("low", scores.low), ("high", scores.high), ("tie", tie),
+         ("priority", priority))
     }
-    facts = torch.zeros(3, len(priority), dtype=torch.bool, device=kept.device)
-    total = decisive = 0
-    for row in range(len(priority)):
-        at = _unravel(row, occupied.shape[:-1])
-        one = {name: tensor[row] for name, tensor in rows.items()}
-        keep_mask = _keep_mask(one["kept"], priority[row] > 0, f"{what}, row {at}", fail)
-        expected = _keep_mask(one["truth"], priority[row] > 0, f"the oracle's {what}, row {at}", fail_oracle)
-        ends = Interval(one["low"], one["high"])
-        contested, right = _check_row(keep_mask, priority[row], ends, one["tie"], count, f"{what}, row {at}", fail)
-        if contested is not None:
-            expected = _by_tie_rule(expected, contested, one["tie"])
-        _check_row(expected, priority[row], ends, one["tie"], count, f"the oracle's {what}, row {at}", fail_oracle)
-        if contested is not None:
-            sure = _decisive(ends, contested, int((expected & contested).sum()), one["tie"])
-            total, decisive = total + int(contested.sum()), decisive + int(sure.sum())
-            facts[:, row] = torch.stack(
-                [contested.any(), sure.sum() == contested.sum(), (keep_mask != expected).any() & right]
-            )
-    stats.decisions(total, decisive)
-    stats.adjudicated(int(facts[2].sum()))
-    return Verdict(*(fact.view(occupied.shape[:-1]) for fact in facts))
+    kept, truth, tie, priority = (rows[name] for name in ("kept", "truth", "tie", "priority"))
+    scores, outer = Interval(rows["low"], rows["high"]), occupied.shape[:-1]
+    keep_mask = _keep_mask(kept, priority > 0, outer, what, fail)
+    expected = _keep_mask(truth, priority > 0, outer, f"the oracle's {what}", fail_oracle)
+    contested, right = _check_rows(keep_mask, priority, scores, tie, count, outer, what, fail)
+    expected = _by_tie_rule(expected, contested, tie)
+    _check_rows(expected, priority, scores, tie, count, outer, f"the oracle's {what}", fail_oracle)
+    sure = contested & _decisive(scores, contested, (expected & contested).sum(-1, keepdim=True), tie)
+    scored = contested.any(-1)
+    verdict = Verdict(*(fact.view(outer) for fact in (
+        scored, scored & (sure == contested).all(-1), scored & (keep_mask != expected).any(-1) & right
+    )))
+    stats.decisions(int(contested.sum()), int(sure.sum()))
+    stats.adjudicated(int(verdict.adjudicated.sum()))
+    return verdict
 
 
-def _keep_mask(kept: Tensor, occupied: Tensor, what: str, fail: Fail) -> Tensor:
-    """Check the form of kept [N] and return it as a mask [T]."""
-    tokens, expected = len(occupied), min(len(kept), int(occupied.sum()))
-    indices = kept[:expected]
-    if bool((kept[expected:] != -1).any()) or bool((indices < 0).any()) or bool((indices >= tokens).any()):
-        fail(f"{what}: expected {expected} tokens of 0..{tokens - 1}, then -1, got {kept.tolist()}")
-    if bool((indices.diff() <= 0).any()):
-        fail(f"{what}: tokens must ascend and be unique, got {kept.tolist()}")
-    keep_mask = torch.zeros_like(occupied).index_fill(0, indices, True)
-    if bool((keep_mask & ~occupied).any()):
-        fail(f"{what}: keeps tokens {_indices(keep_mask & ~occupied)}, which are padding")
+def _row(what: str, row: int, outer: torch.Size) -> str:
+    return f"{what}, row {_unravel(row, outer)}"
+
+
+def _keep_mask(kept: Tensor, occupied: Tensor, outer: torch.Size, what: str, fail: Fail) -> Tensor:
+    """Check the form of kept [R, N] and return it as masks [R, T]."""
+    tokens, count = occupied.shape[-1], kept.shape[-1]
+    given = torch.arange(count, device=kept.device) < occupied.sum(-1, keepdim=True)
+    wrong = (given & ((kept < 0) | (kept >= tokens)) | (~given & (kept != -1))).any(-1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        fail(f"{_row(what, row, outer)}: expected {int(given[row].sum())} tokens of 0..{tokens - 1}, then -1, "
+             f"got {kept[row].tolist()}")
+    wrong = (given[:, 1:] & (kept[:, 1:] <= kept[:, :-1])).any(-1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        fail(f"{_row(what, row, outer)}: tokens must ascend and be unique, got {kept[row].tolist()}")
+    keep_mask = torch.zeros(len(kept), tokens + 1, dtype=torch.bool, device=kept.device)
+    keep_mask = keep_mask.scatter(-1, kept.where(given, tokens), True)[:, :tokens]
+    wrong = (keep_mask & ~occupied).any(-1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        fail(f"{_row(what, row, outer)}: keeps tokens {_indices(keep_mask[row] & ~occupied[row])}, which are padding")
     return keep_mask
 
 
-def _check_row(
-    keep_mask: Tensor, priority: Tensor, scores: Interval, tie: Tensor, count: int, what: str, fail: Fail
-) -> tuple[Tensor | None, bool]:
-    """Check one row's choice [T]. Returns the tokens that compete by score, None if there are none, and whether scores
-    allow the choice."""
-    remaining, contested, right = count, None, True
+def _check_rows(
+    keep_mask: Tensor, priority: Tensor, scores: Interval, tie: Tensor, count: int, outer: torch.Size, what: str,
+    fail: Fail,
+) -> tuple[Tensor, Tensor]:
+    """Check the choices [R, T]. Returns the tokens that compete by score, and the rows whose choice scores allow."""
+    remaining = torch.full(priority.shape[:1], count, device=priority.device)
+    by_score = torch.zeros_like(keep_mask)
     for level, name in PRIORITIES:
         members = priority == level
-        size = int(members.sum())
-        if size <= remaining:
-            if bool((members & ~keep_mask).any()):
-                fail(f"{what}: {name} {_indices(members & ~keep_mask)} are evicted, although the budget has room "
-                     f"for them")
-        elif remaining == 0:
-            if bool((members & keep_mask).any()):
-                fail(f"{what}: {name} {_indices(members & keep_mask)} are kept before tokens of higher priority")
-        elif level in BY_AGE:
-            newest = _indices(members)[-remaining:]
-            if _indices(members & keep_mask) != newest:
-                fail(f"{what}: of the {name} the newest must be kept: expected {newest}, "
-                     f"got {_indices(members & keep_mask)}")
+        size = members.sum(-1)
+        fits, none = size <= remaining, (size > remaining) & (remaining == 0)
+        wrong = fits & (members & ~keep_mask).any(-1)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            fail(f"{_row(what, row, outer)}: {name} {_indices(members[row] & ~keep_mask[row])} are evicted, although "
+                 f"the budget has room for them")
+        wrong = none & (members & keep_mask).any(-1)
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            fail(f"{_row(what, row, outer)}: {name} {_indices(members[row] & keep_mask[row])} are kept before tokens "
+                 f"of higher priority")
+        cut = members & ~(fits | none)[:, None]
+        if level in BY_AGE:
+            newer = members.flip(-1).cumsum(-1).flip(-1)                                  # itself and those after
+            newest = cut & (newer <= remaining[:, None])
+            wrong = (cut & (keep_mask != newest)).any(-1)
+            if bool(wrong.any()):
+                row = int(wrong.nonzero()[0])
+                fail(f"{_row(what, row, outer)}: of the {name} the newest must be kept: expected "
+                     f"{_indices(newest[row])}, got {_indices(members[row] & keep_mask[row])}")
         else:
-            right = check_partition(keep_mask & members, members & ~keep_mask, scores, tie, what, fail)
-            contested = members
-        remaining = max(0, remaining - size)
-    return contested, right
+            by_score |= cut
+        remaining = (remaining - size).clamp_min(0)
+    return by_score, check_partition(
+        keep_mask & by_score, by_score & ~keep_mask, scores, tie, lambda row: _row(what, row, outer), fail
+    )
 
 
-def check_partition(kept: Tensor, evicted: Tensor, scores: Interval, tie: Tensor, what: str, fail: Fail) -> bool:
-    """Check tokens that compete by score: no evicted one surely scores above a kept one; in a tie the lowest go first.
-    Returns whether that is so of the scores, if wrong choices are counted (`mismatch.counting`)."""
+def check_partition(
+    kept: Tensor, evicted: Tensor, scores: Interval, tie: Tensor, what: Callable[[int], str], fail: Fail
+) -> Tensor:
+    """Check tokens [R, T] that compete by score: no evicted one surely scores above a kept one; in a tie the lowest go
+    first. Returns the rows [R] for which that is so of the scores, if wrong choices are counted (`mismatch.counting`).
+    what: names a row."""
     low, high = scores.low.masked_fill(~evicted, -torch.inf), scores.high.masked_fill(~kept, torch.inf)
-    right = not bool(low.max() > high.min())
-    if not right:
-        victim, keeper = int(low.argmax()), int(high.argmin())
+    wrong = low.amax(-1) > high.amin(-1)
+    for row in wrong.nonzero()[:, 0].tolist():
+        victim, keeper = int(low[row].argmax()), int(high[row].argmin())
         fail_choice(
-            f"{what}: token {victim} is evicted with a score in {_interval(scores, (), victim)}, "
-            f"but token {keeper} is kept with {_interval(scores, (), keeper)}", fail
+            f"{what(row)}: token {victim} is evicted with a score in {_interval(scores, (row,), victim)}, "
+            f"but token {keeper} is kept with {_interval(scores, (row,), keeper)}", fail
         )
-    index = torch.arange(len(tie), device=tie.device)
+    tokens = tie.shape[-1]
+    index = torch.arange(tokens, device=tie.device).expand(tie.shape)
     # The lowest kept and the highest evicted token of each class.
-    first = index.new_full(tie.shape, len(tie)).scatter_reduce(0, tie, index.where(kept, len(tie)), "amin")
-    last = index.new_full(tie.shape, -1).scatter_reduce(0, tie, index.where(evicted, -1), "amax")
-    if bool((first < last).any()):
-        at = int((first < last).nonzero()[0])
+    first = index.new_full(tie.shape, tokens).scatter_reduce(-1, tie, index.where(kept, tokens), "amin")
+    last = index.new_full(tie.shape, -1).scatter_reduce(-1, tie, index.where(evicted, -1), "amax")
+    late = first < last
+    if bool(late.any()):
+        row, at = late.nonzero()[0].tolist()
         fail_tie(
-            f"{what}: token {first[at].item()} is kept and token {last[at].item()} evicted; they score the same by "
-            f"construction, so the lower index must be evicted first", fail
+            f"{what(row)}: token {first[row, at].item()} is kept and token {last[row, at].item()} evicted; they score "
+            f"the same by construction, so the lower index must be evicted first", fail
         )
-    return right
+    return ~wrong
 
 
 def _by_tie_rule(expected: Tensor, contested: Tensor, tie: Tensor) -> Tensor:
-    """The oracle's choice [T] with the highest tokens of each class of equal ones kept, as many as it keeps."""
-    kinds, members = tie[contested].unique(return_inverse=True)
-    kept = expected[contested]
-    quota = kept.new_zeros(len(kinds), dtype=torch.int64).index_add(0, members, kept.long())
-    of_kind = members[:, None] == torch.arange(len(kinds), device=tie.device)             # [n, kinds]
-    later = of_kind.long().flip(0).cumsum(0).flip(0).gather(1, members[:, None])[:, 0]    # itself and those after
-    return expected.masked_scatter(contested, later <= quota[members])
+    """The oracle's choice [R, T] with the highest tokens of each class of equal ones kept, as many as it keeps."""
+    later = members_chosen(tie, contested) - rank_in_class(tie, contested)                # itself and those after
+    return torch.where(contested, later <= members_chosen(tie, expected & contested), expected)
 
 
-def _decisive(scores: Interval, contested: Tensor, kept: int, tie: Tensor) -> Tensor:
-    """The contested tokens [T] whose status is certain: enough others surely score below them, or above.
+def _decisive(scores: Interval, contested: Tensor, kept: Tensor, tie: Tensor) -> Tensor:
+    """The contested tokens [R, T] whose status is certain: enough others surely score below them, or above.
 
-    `kept` of the contested tokens are kept. Within a class of equal tokens the index decides, so its lower (higher)
-    members count as surely below (above).
+    `kept` [R, 1] of the contested tokens are kept. Within a class of equal tokens the index decides, so its lower
+    (higher) members count as surely below (above).
     """
-    place = contested.nonzero()[:, 0]
-    low, high, kind = scores.low[place], scores.high[place], tie[place]
-    evicted = len(place) - kept
+    rank, members = rank_in_class(tie, contested), members_chosen(tie, contested)
+    below, above = clear_of(scores, contested)
+    return (below + rank >= contested.sum(-1, keepdim=True) - kept) | (above + members - 1 - rank >= kept)
+
+
+def clear_of(scores: Interval, contested: Tensor) -> tuple[Tensor, Tensor]:
+    """How many contested tokens surely score below each token, and above it: two tensors like contested [..., T]."""
+    low, high = (end.contiguous() for end in scores)
     # Scores may be -inf; two of them are equal, and < does not order them.
-    below, above = torch.searchsorted(high.sort().values, low), len(place) - torch.searchsorted(
-        low.sort().values, high, right=True
+    below = torch.searchsorted(high.masked_fill(~contested, torch.inf).sort(-1).values, low)
+    above = contested.shape[-1] - torch.searchsorted(
+        low.masked_fill(~contested, -torch.inf).sort(-1).values, high, right=True
     )
-    equal = kind[:, None] == kind[None, :]
-    below = below + (equal & (place[:, None] > place[None, :])).sum(1)
-    above = above + (equal & (place[:, None] < place[None, :])).sum(1)
-    return torch.zeros_like(contested).index_put((place,), (below >= evicted) | (above >= kept))
+    return below, above
 
 
 def gathered(tensor: Tensor, kept: Tensor) -> Tensor:

@@ -122,5 +122,8 @@ def _explain(
         fail(f"{what}: the newest protected tokens must be kept: expected slots {newest}, got {_indices(keep_mask)}")
     if bool((protected & ~keep_mask).any()):
         fail(f"{what}: protected slots {_indices(protected & ~keep_mask)} are evicted before unprotected ones")
-    check_partition(keep_mask & unprotected, unprotected & ~keep_mask, Interval(low, high), tie, what, fail)
+    check_partition(
+        (keep_mask & unprotected)[None], (unprotected & ~keep_mask)[None], Interval(low[None], high[None]), tie[None],
+        lambda row: what, fail,
+    )
     fail(f"{what}: scores are not numbers, of tokens in slots {_indices(occupied)}")

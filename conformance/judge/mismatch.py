@@ -37,11 +37,25 @@ class JudgeError(Exception):
     """The judge contradicts itself: the truth is wrong by its own bounds, or a bound is not a number."""
 
 
+_place: ContextVar[str | None] = ContextVar("kvtwin_place", default=None)
+
+
+@contextmanager
+def in_place(place: str) -> Iterator[None]:
+    """Name the part of a result that is judged in the messages of errors inside the ``with`` block."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
 def fail(
     message: str, kind: type[Mismatch] = Mismatch, *, of_bound: float | None = None, wrong: int = 1
 ) -> NoReturn:
     """Raise a Mismatch; save the case that the test used last, and add the command that replays it."""
-    command = failures.save_latest()
+    command, place = failures.save_latest(), _place.get()
+    message = message if place is None else f"{message}\n  in {place}"
     error = kind(message if command is None else f"{message}\n  replay: {command}")
     error.of_bound, error.wrong = of_bound, wrong
     raise error

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from . import stats
 from .bounds import Interval
-from .compare import Verdict, _first, any_of_equals
+from .compare import Verdict, _first, any_of_equals, clear_of
 from .mismatch import Fail, fail, fail_choice, fail_oracle, fail_tie
+from .ties import members_chosen, rank_in_class
 
 
 def assert_selected_right(
@@ -40,7 +41,7 @@ def assert_selected_right(
     contested = candidates & ~forced
     # Float64 may order equal units otherwise.
     rank = rank_in_class(tie, contested)
-    expected = torch.where(contested, rank < _members_chosen(tie, expected & contested), expected)
+    expected = torch.where(contested, rank < members_chosen(tie, expected & contested), expected)
     _check(expected, scores, contested, tie, f"the oracle's {what}", fail_oracle)
     right = _check(chosen, scores, contested, tie, what, fail)
     contested = contested & (contested & ~expected).any(-1, keepdim=True)
@@ -91,7 +92,7 @@ def _check(chosen: Tensor, scores: Interval, contested: Tensor, tie: Tensor, wha
             f"but not unit {better} with {_ends(scores, at, better)}", fail, int(wrong.sum()),
         )
     rank = rank_in_class(tie, contested)
-    late = contested & chosen & (rank >= _members_chosen(tie, chosen & contested))
+    late = contested & chosen & (rank >= members_chosen(tie, chosen & contested))
     if bool(late.any()):
         at = _first(late)
         fail_tie(
@@ -105,32 +106,9 @@ def _ends(scores: Interval, at: tuple[int, ...], unit: int) -> str:
     return f"[{scores.low[(*at, unit)].item():.9g}, {scores.high[(*at, unit)].item():.9g}]"
 
 
-def rank_in_class(tie: Tensor, among: Tensor) -> Tensor:
-    """How many units of its class, with a lower index and `among` them, each unit has: [..., U] int64, 0 for others."""
-    index = torch.arange(tie.shape[-1], device=tie.device)
-    name = tie.where(among, tie.shape[-1] + index)                          # others are alone in their class
-    ordered, order = name.sort(dim=-1, stable=True)
-    begins = torch.ones_like(among)
-    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    first = index.expand(tie.shape).where(begins, 0).cummax(-1).values
-    return torch.zeros_like(order).scatter(-1, order, index - first)
-
-
-def _members_chosen(tie: Tensor, chosen: Tensor) -> Tensor:
-    """For each unit, how many of its class are chosen: [..., U] int64. tie: the lowest member, an index."""
-    count = torch.zeros(tie.shape, dtype=torch.int64, device=tie.device).scatter_add(-1, tie, chosen.long())
-    return count.gather(-1, tie)
-
-
 def _decisive(scores: Interval, contested: Tensor, wanted: Tensor, tie: Tensor) -> Tensor:
     """The units [..., U] whose status is certain, if `wanted` [..., 1] of the contested are selected: enough others
     surely score below them, or above. Within a class of equal units the index decides."""
-    low, high = (end.contiguous() for end in scores)
-    units = contested.shape[-1]
-    below = torch.searchsorted(high.masked_fill(~contested, torch.inf).sort(-1).values, low)
-    above = units - torch.searchsorted(low.masked_fill(~contested, -torch.inf).sort(-1).values, high, right=True)
-    rank = rank_in_class(tie, contested)
-    members = _members_chosen(tie, contested)
-    below, above = below + (members - 1 - rank), above + rank
-    total = contested.sum(-1, keepdim=True)
-    return (below >= total - wanted) | (above >= wanted)
+    rank, members = rank_in_class(tie, contested), members_chosen(tie, contested)
+    below, above = clear_of(scores, contested)
+    return (below + members - 1 - rank >= contested.sum(-1, keepdim=True) - wanted) | (above + rank >= wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from .. import capabilities, discovery
 from ..cases import draws, failures, strategies, supported
 from ..cases.case import Case, StateTrace
 from ..cases.layouts import LAYOUTS
-from . import checkers, compare, fields, host, lockstep, stats
+from . import checkers, compare, fields, host, lockstep, pieces, stats
 from .fields import Apart
 
 #: Contents with logits beyond the range of exp, or scores that vanish.
@@ -88,7 +88,8 @@ class Subject:
     result, case): checks every field, each inside `fields.field`. numbers: the fields that have error bounds; choices:
     those that are decisions. sized: the strategy's argument for a range of slots or tokens; None: it has no large
     cases. batched: the first axis of every input is the batch, but for scales of FP8 numbers, and for caches in pages,
-    which the input `block_table` refers to. shapes: how many of SHAPES its cases of independence have.
+    which the input `block_table` refers to. shapes: how many of SHAPES its cases of independence have. longest: the
+    most slots that its truth can be computed for (judge/served.py); None: any.
     recorded(device): cases from the recorded traces. variant: distinguishes subjects of one function. also: the
     function, or one of its kind, has another subject, so that a quick run on a CPU needs only some of the properties.
     method: set by `every`.
@@ -105,6 +106,7 @@ class Subject:
     sized: str | None = "slots"
     batched: bool = True
     shapes: int = len(SHAPES)
+    longest: int | None = None
     recorded: Callable[[Any], Iterator[Any]] | None = None
     variant: str = ""
     also: bool = False
@@ -164,7 +166,8 @@ class Subject:
         """Call the function, or run the state, and judge everything. Raises compare.Mismatch."""
         result = self.call(module, case)
         if not host.judges(case):
-            self.judge(result, case)
+            for part, of_part in pieces.of(case, result) if self.batched else ((case, result),):
+                self.judge(of_part, part)
             return
         try:
             self.judge(host.copied(result), host.of_case(case))
@@ -342,6 +345,25 @@ def every() -> list[Subject]:
         if pair.state is not None:
             found.append(_state(pair))
     return found
+
+
+def check_each(cases: Iterable[Any], check: Callable[[Any], Any]) -> int:
+    """Check every case but those that the implementation refuses; refuse the example, or the test, if it refuses all.
+    Returns how many were checked."""
+    from ..harness.impl import NotProvided
+
+    checked: int = 0
+    refusal: BaseException | None = None
+    for case in cases:
+        try:
+            check(case)
+        except (UnsatisfiedAssumption, NotProvided) as error:
+            refusal = error
+        else:
+            checked += 1
+    if refusal is not None and not checked:
+        raise refusal
+    return checked
 
 
 def neutral(subject: Subject, case: Case, *kept: str) -> Case:

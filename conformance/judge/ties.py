@@ -51,6 +51,23 @@ def _lowest_equal(values: Tensor, index: Tensor) -> Tensor:
     return index.new_full(index.shape, len(index)).scatter_reduce(0, inverse, index, "amin")[inverse]
 
 
+def rank_in_class(tie: Tensor, among: Tensor) -> Tensor:
+    """How many units of its class, with a lower index and `among` them, each unit has: [..., U] int64, 0 for others."""
+    index = torch.arange(tie.shape[-1], device=tie.device)
+    name = tie.where(among, tie.shape[-1] + index)                          # others are alone in their class
+    ordered, order = name.sort(dim=-1, stable=True)
+    begins = torch.ones_like(among)
+    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    first = index.expand(tie.shape).where(begins, 0).cummax(-1).values
+    return torch.zeros_like(order).scatter(-1, order, index - first)
+
+
+def members_chosen(tie: Tensor, chosen: Tensor) -> Tensor:
+    """For each unit, how many of its class are chosen: [..., U] int64. tie: the lowest member, an index."""
+    count = torch.zeros(tie.shape, dtype=torch.int64, device=tie.device).scatter_add(-1, tie, chosen.long())
+    return count.gather(-1, tie)
+
+
 def window_ties(
     key: Tensor, occupied: Tensor, window: int, kernel_size: int, *, shared_heads: bool
 ) -> Tensor:

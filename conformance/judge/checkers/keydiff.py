@@ -178,7 +178,7 @@ def _subjects() -> Iterator[Subject]:
     for made, cases, paged, more in kinds_of_keys:
         yield made("score", cases, _judge_score, numbers=("score",), aspects=numbers,
                    inputs=lambda case: case.score_inputs, **more)
-        yield made("pairwise_score", cases, _judge_pairwise, numbers=("score",), aspects=numbers,
+        yield made("pairwise_score", cases, _judge_pairwise, numbers=("score",), aspects=numbers, longest=3200,
                    inputs=lambda case: case.pairwise_inputs, **more)
         yield made("evict", cases, assert_evict_right, numbers=("key", "value", "occupied"), choices=("kept",),
                    aspects=choices, recorded=None if more else recorded.keys, **more)

@@ -1,0 +1,93 @@
+"""The properties at sizes that people serve, on a GPU: judge/served.py.
+
+Small cases have no second wave of programs, no hundredth split and no full grid, so what goes wrong there shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvtwin.conformance import discovery
+from kvtwin.conformance.judge import checkers, fresh, lockstep, repeats, served, subjects
+from kvtwin.conformance.judge.subjects import Results, StateSubject, check_each
+
+pytestmark = pytest.mark.served
+FUNCTIONS = [subject for subject in subjects.every() if not isinstance(subject, StateSubject)]
+SIZED = [subject for subject in FUNCTIONS if subject.sized and subject.batched]
+STATES = [subject for subject in subjects.every() if isinstance(subject, StateSubject)]
+#: The properties, and whether they are judged by numbers and by choices.
+ASPECTS = {
+    "accuracy": (True, False), "decisions": (False, True), "ties": (False, True), "free_slots": (True, True),
+    "extreme_numbers": (True, True), "layouts": (True, True), "independence": (True, True),
+}
+#: Of a function that is `also` judged, these are enough.
+ALSO = ("accuracy", "free_slots")
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def process(request: pytest.FixtureRequest) -> Iterator[fresh.Process]:
+    started = fresh.Process(request.config.getoption("kv_impl"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def _memory() -> Iterator[None]:
+    """The next test finds the memory of the last one free."""
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(("subject", "aspect", "field"), [
+    pytest.param(subject, aspect, field, id=f"{subject}-{aspect}-{field}", marks=pytest.mark.property(aspect))
+    for aspect, (numbers, choices) in ASPECTS.items() for subject in SIZED
+    if aspect in subject.aspects and (not subject.also or aspect in ALSO)
+    for field in (*(subject.numbers if numbers else ()), *(subject.choices if choices else ()))
+])
+def test_functions_are_right(subject, aspect, field, twins, results):
+    module = subject.module(twins.optimized)
+    check_each(served.cases(subject, aspect), lambda case: subject.check(
+        module, case, field, decides=aspect in ("decisions", "ties"), results=results
+    ))
+
+
+@pytest.mark.property("repeatability")
+@pytest.mark.parametrize("subject", [subject for subject in SIZED if not subject.also], ids=str)
+def test_functions_give_the_same_bits_in_a_hundred_launches(subject, twins, process):
+    module = subject.module(twins.optimized)
+    check_each(
+        served.cases(subject, "repeatability"), lambda case: repeats.assert_repeats(subject, module, case, process)
+    )
+
+
+@pytest.mark.property("state")
+@pytest.mark.parametrize("subject", STATES, ids=str)
+def test_states_keep_step_with_float64(subject, twins):
+    module = subject.module(twins.optimized)
+    check_each(served.traces(subject), lambda trace: lockstep.run(trace, module))
+
+
+@pytest.mark.property("repeatability")
+@pytest.mark.parametrize("subject", STATES, ids=str)
+def test_states_give_the_same_bits_again(subject, twins):
+    module, pair = subject.module(twins.optimized), checkers.pair(subject.method)
+
+    def check(trace):
+        config = pair.config(**trace.options)
+        repeats.assert_state_repeats(
+            subject, module, trace, lambda: getattr(module, subject.name)(config, **trace.sizes)
+        )
+
+    check_each(served.traces(subject), check)
+
+
+def test_every_method_is_judged_at_these_sizes():
+    assert {subject.method for subject in (*SIZED, *STATES)} == {pair.name for pair in discovery.methods()}

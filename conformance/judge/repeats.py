@@ -1,0 +1,161 @@
+"""Launching the same call often, on a GPU: it must give the same bits each time.
+
+What differs between launches is what a kernel might depend on and must not: other work on the GPU, the contents and the
+addresses of memory, the way in which it is launched, the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cases import failures
+from ..cases.case import Case, StateTrace
+from ..cases.load import FILLS, Load, filled, scattered
+from . import fresh, stats
+from .calls import copies, returned
+from .compare import fail
+from .subjects import StateSubject, Subject
+
+#: Launches one after another, beside a second stream, with other contents and addresses of memory, from a graph.
+IDLE, LOADED, ELSEWHERE, REPLAYED = 40, 30, 15, 20
+
+Fields = dict[str, Tensor]
+
+
+def assert_repeats(subject: Subject, module: Any, case: Case, process: fresh.Process) -> None:
+    """Launch the function's call with the inputs of a case more than 100 times, and once in another process. Raises
+    compare.Mismatch."""
+    with failures.judging(str(subject)):
+        inputs = subject.inputs(case)
+
+        def call() -> Fields:
+            return returned(subject, module, inputs)
+
+        expected = copies(call())
+        process.ask(str(subject), case)
+        try:
+            for how, launches in _ways(call, torch.device(case.device)):
+                _assert_same_bits(launches, expected, how)
+        finally:
+            answer = process.answer()
+        wrong = [name for name, digest in fresh.digests(expected).items() if answer.get(name) != digest]
+        if wrong:
+            fail(f"{', '.join(wrong)} of a launch in a fresh process: {answer.get('error', 'other bits than here')}")
+    stats.case()
+
+
+def _ways(call: Callable[[], Fields], device: torch.device) -> Iterator[tuple[str, Iterator[Fields]]]:
+    load = Load(device, seed=0)
+
+    def loaded() -> Fields:
+        load.add()
+        return call()
+
+    yield "of launches one after another", (call() for _ in range(IDLE))
+    yield "of launches beside another stream", (loaded() for _ in range(LOADED))
+    yield "of launches with other contents of memory", (_elsewhere(call, number, device) for number in range(ELSEWHERE))
+    graph = _captured(call, device)
+    if graph is not None:
+        yield "of replays of a CUDA graph", graph
+
+
+def _elsewhere(call: Callable[[], Fields], number: int, device: torch.device) -> Fields:
+    held = scattered(device, number)
+    with filled(FILLS[number % len(FILLS)]):
+        found = call()
+    del held
+    return found
+
+
+def _captured(call: Callable[[], Fields], device: torch.device) -> Iterator[Fields] | None:
+    """Replays of the call as a CUDA graph; None where it cannot be captured, which no implementation has to support."""
+    if device.type != "cuda":
+        return None
+    graph = torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    try:
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream(device).wait_stream(side)
+        with torch.cuda.graph(graph):
+            found = call()
+    except Exception:  # whatever its code does that a graph does not allow
+        torch.cuda.synchronize(device)
+        return None
+
+    def replays() -> Iterator[Fields]:
+        for _ in range(REPLAYED):
+            graph.replay()
+            yield found
+
+    return replays()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers, so that NaN equals itself and -0 differs from 0."""
+    if not tensor.is_floating_point():
+        return tensor
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()])
+
+
+def _assert_same_bits(launches: Iterator[Fields], expected: Mapping[str, Tensor], how: str) -> None:
+    """Nothing waits for the GPU until all launches are made, so that one may begin before the last has ended."""
+    differs = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in expected.items()}
+    wrong = {name: torch.zeros((), dtype=torch.int64, device=tensor.device) for name, tensor in expected.items()}
+    count = 0
+    for fields in launches:
+        count += 1
+        if fields.keys() != expected.keys():
+            fail(f"fields {how}: expected {', '.join(expected)}, got {', '.join(fields)}")
+        for name, tensor in fields.items():
+            if tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
+                fail(f"{name} {how}: expected {expected[name].dtype} of shape {tuple(expected[name].shape)}, got "
+                     f"{tensor.dtype} of {tuple(tensor.shape)}".replace("torch.", ""))
+            other = bits(tensor) != bits(expected[name])
+            differs[name] |= other
+            wrong[name] += other.any()
+    for name, mask in differs.items():
+        launched = int(wrong[name])
+        if launched:
+            at = tuple(mask.nonzero()[0].tolist())
+            fail(f"{name} {how}: {launched} of {count} launches have other bits than the first one, in "
+                 f"{int(mask.sum())} of {mask.numel()} elements; the first, at {at}")
+
+
+def assert_state_repeats(subject: StateSubject, module: Any, trace: StateTrace, make: Callable[[], Any]) -> None:
+    """Run a state through a trace three times: alone, beside another stream, and with other contents of memory. Its
+    outputs have the same bits. make: a new state. Raises compare.Mismatch."""
+    load = Load(torch.device(trace.device), seed=0)
+
+    def outputs(before: Callable[[], None], fill: int | None) -> Iterator[Fields]:
+        with nullcontext() if fill is None else filled(fill):
+            state = make()
+            yield from _played(state, trace, before)
+
+    with failures.judging(str(subject)):
+        expected = [copies(fields) for fields in outputs(lambda: None, None)]
+        for how, before, fill in (("beside another stream", load.add, None), ("with other memory", load.add, 0xFF)):
+            for number, fields in enumerate(outputs(before, fill)):
+                _assert_same_bits(iter([fields]), expected[number], f"of launch {number} {how}")
+    stats.case()
+
+
+def _played(state: Any, trace: StateTrace, before: Callable[[], None]) -> Iterator[Fields]:
+    from . import checkers
+
+    prompt = trace.prompt_inputs
+    if prompt is not None:
+        given = {name: tensor for name, tensor in prompt.items() if tensor is not None}
+        more = checkers.extras(state, prompt["query"], prompt["key"], prompt["value"])
+        yield {"output": state.prefill(**given, **more)}
+    for step in range(trace.steps):
+        before()
+        token = trace.step_inputs(step)
+        yield {"output": state.step(**token, **checkers.extras(state, **token))}

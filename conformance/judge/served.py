@@ -1,0 +1,160 @@
+"""Cases of the sizes that people serve, for a GPU: heads of well-known models, large batches, long contexts.
+
+One call of such a case judges 64 to 2,048 decisions, and reaches the tiles, splits and grids that small cases never
+have. The sizes are not drawn: each property of each function has its share of them by construction, others in a run
+with another seed. Everything else (contents, masks, budgets) comes from the strategy of the property.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from ...reference._validate_scales import FP8
+from ..cases import draws, strategies, supported
+from ..cases.case import Case, StateTrace
+from . import checkers, pieces
+from .subjects import StateSubject, Subject
+
+#: Query heads, KV heads and head_dim of Qwen3-8B and Llama-3.1-8B, GPT-OSS, Qwen3-0.6B to 1.7B, Qwen3-14B and Gemma-2B.
+MODELS = ((32, 8, 128), (64, 8, 64), (16, 8, 128), (40, 8, 128), (8, 1, 256))
+#: Rows, and slots or tokens.
+SIZES = ((64, 3200), (256, 1024), (8, 32768), (1, 131072))
+DTYPES = (torch.bfloat16, torch.float16)
+#: Cases of accuracy, and of decisions: each model. Of other properties: each size.
+CORE, CORE_CASES, OTHER_CASES = ("accuracy", "decisions"), len(MODELS), len(SIZES)
+#: The most queries of a case: a decode step, a window, a block of a few tokens.
+MOST_QUERIES = 16
+#: Layouts that would take many times the memory of the numbers; small cases have them.
+TOO_LARGE = ("spread", "spread_by_3", "far")
+#: A state's rows, prompt and steps.
+ROWS, PROMPT, STEPS = 64, 160, 200
+#: The share of a GPU's memory that a case may need.
+SHARE = 0.7
+
+
+def number_of(*what: object) -> int:
+    """A number for this run and `what`: another one in a run with another seed."""
+    from hypothesis import core
+
+    return int.from_bytes(hashlib.sha256(repr((core.global_force_seed, *map(str, what))).encode()).digest()[:6], "big")
+
+
+def cases(subject: Subject, aspect: str) -> Iterator[Case]:
+    """The cases of a property. Tensors of a case are freed when the next one is asked for."""
+    plain, varied = subject.aspects["accuracy"], []
+    for argument, values in subject.aspects[aspect].items():
+        fitting = tuple(value for value in values if value not in TOO_LARGE)
+        if values != plain.get(argument):
+            varied += [{argument: (value,)} for value in fitting]
+    core = aspect in CORE
+    count = CORE_CASES if core and not subject.also else OTHER_CASES
+    # Accuracy and decisions have the two halves of all models and dtypes.
+    start = number_of(subject) + count * CORE.index(aspect) if core else number_of(subject, aspect)
+    for number, (model, (batch, slots), dtype) in enumerate(_sizes(subject, start, count)):
+        assert subject.sized is not None
+        more = varied[(start + number) % len(varied)] if varied else {}
+        case = _drawn(
+            subject.draw(aspect, **{subject.sized: (slots, slots)}, **more), number_of(subject, aspect, number, "drawn")
+        )
+        case = _with_sizes(case, model, batch, dtype, number_of(subject, aspect, number) % 2**31)
+        if _fits(case):
+            yield case
+
+
+def _sizes(subject: Subject, start: int, count: int) -> list[tuple[Any, Any, Any]]:
+    """The model, the size and the dtype of `count` cases, inside of what is declared: each model in one dtype, then
+    each in the next one."""
+    models = [model for model in MODELS if _declared(*model)] or [_nearest()]
+    sizes = list(dict.fromkeys(filter(None, (_declared_size(*size, subject.longest) for size in SIZES))))
+    dtypes = supported.dtypes(DTYPES)
+    if draws.shares_kernels():  # the kernels of this shape are compiled anyway
+        models, dtypes, count = models[:1], dtypes[:1], min(count, len(sizes))
+    both = [
+        (model, dtypes[(place + turn) % len(dtypes)]) for turn in range(len(dtypes))
+        for place, model in enumerate(models)
+    ]
+    found = [(*both[(start + number) % len(both)], sizes[number % len(sizes)]) for number in range(count)]
+    return [(model, size, dtype) for model, dtype, size in found]
+
+
+def _declared(query_heads: int, key_value_heads: int, head_dim: int) -> bool:
+    return supported.size("head_dims", head_dim) and supported.size("kv_heads", key_value_heads) and supported.size(
+        "groups", query_heads // key_value_heads
+    )
+
+
+def _nearest() -> tuple[int, int, int]:
+    """Declared sizes, if no model has them."""
+    group, heads, head_dim = (
+        supported.sizes(name, (usual,))[0] for name, usual in (("groups", 4), ("kv_heads", 8), ("head_dims", 128))
+    )
+    return group * heads, heads, head_dim
+
+
+def _declared_size(batch: int, slots: int, longest: int | None) -> tuple[int, int] | None:
+    """The size inside of what is declared; None if that has no such slots."""
+    first, last, unit = supported.slots(1, min(slots, longest or slots))
+    return (supported.rows(batch), last * unit) if last >= first else None
+
+
+def _drawn(strategy: st.SearchStrategy[Any], number: int) -> Any:
+    """An example that is not the simplest one, which Hypothesis draws first. Raises Unsatisfiable."""
+    found: list[Any] = []
+
+    @seed(number)
+    @settings(
+        max_examples=2, phases=[Phase.generate], database=None, deadline=None, derandomize=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(strategy)
+    def collect(example: Any) -> None:
+        found.append(example)
+
+    collect()
+    return found[-1]
+
+
+def _with_sizes(case: Any, model: Sequence[int], batch: int, dtype: torch.dtype, numbers: int) -> Any:
+    query_heads, key_value_heads, head_dim = model
+    changes: dict[str, Any] = {
+        "batch": batch, "key_value_heads": key_value_heads, "group": query_heads // key_value_heads,
+        "head_dim": head_dim, "seed": numbers, "dtype": case.dtype if case.dtype in FP8 else dtype,
+    }
+    for name in ("queries", "observers"):
+        if hasattr(case, name):
+            changes[name] = min(getattr(case, name), MOST_QUERIES)
+    return dataclasses.replace(case, **changes)
+
+
+def _fits(case: Case) -> bool:
+    """Whether this GPU has the memory: numbers in a few copies, and a piece of the oracle's in float64."""
+    device = torch.device(case.device)
+    if device.type == "cpu":
+        return True
+    row = pieces.elements_of_row(case)
+    numbers = 2 * case.batch * row // case.group * 4 * 4
+    needed = numbers + 16 * 8 * max(row, min(pieces.MOST_ELEMENTS, row * case.batch))
+    return needed < SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+def traces(subject: StateSubject) -> Iterator[StateTrace]:
+    """Traces of a state: a prompt of padded rows, then STEPS steps at ROWS rows; one in each dtype."""
+    start, only = number_of(subject), checkers.ask(subject.method, "HEAD_DIMS", None)
+    models = [model for model in MODELS if _declared(*model) and (only is None or model[2] in only)]
+    dtypes = supported.dtypes(DTYPES)
+    if draws.shares_kernels():
+        models, dtypes = models[:1], dtypes[:1]
+    for number, dtype in enumerate(dtypes):
+        strategy = strategies.state_traces(subject.method, prompt=True, padding=("random", "left_padding"), layout=(
+            "contiguous",), content=strategies.DECIDED, max_budget=64, max_prompt=PROMPT)
+        trace = _drawn(strategy, number_of(subject, number))
+        model = models[(start + number) % len(models)] if models else _nearest()
+        trace = _with_sizes(trace, model, supported.rows(ROWS), dtype, number_of(subject, "trace", number) % 2**31)
+        yield dataclasses.replace(trace, steps=STEPS, layers=min(trace.layers, 2))
