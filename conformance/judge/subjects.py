@@ -187,9 +187,10 @@ class Subject:
             if not self._ends_early(error, name):
                 raise
         finally:
-            dtype = str(case.dtype).removeprefix("torch.")
-            judged, choice = self._judged(inner, name), name in self.choices
-            stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype, sizes=stats.sizes_of(case))
+            stats.include(
+                inner, judged=self._judged(inner, name), choice=name in self.choices, decides=decides, case=case,
+                subject=str(self),
+            )
 
     def _check(self, module: Any, case: Any, name: str, inner: stats.Stats, results: Results | None) -> None:
         """Judge one field, and record in `inner`. A case in which everything is right runs once for all fields."""
