@@ -154,7 +154,9 @@ def few(law):
     @functools.wraps(law)
     def sparing(scenario, pair, **others):
         if scenario == FULL or not pair.options:
-            scenario = replace(scenario, batch=supported.rows(scenario.batch))
+            dtypes = supported.dtypes(shape[-1] for shape in SHAPES)
+            dtype = scenario.dtype if scenario.dtype in dtypes else dtypes[0]
+            scenario = replace(scenario, batch=supported.rows(scenario.batch), dtype=dtype)
             law(scenario=scenario, pair=pair, **others)
             stats.judged_case(scenario, pair.name)
 

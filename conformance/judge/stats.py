@@ -58,11 +58,16 @@ class Stats:
     cases: int | None = None  # cases that a property's test judged; None: it does not count them
     judged: dict[str, JudgedCase] = field(default_factory=dict)  # those of `judged_case`, by what tells them apart
     elements: int = 0  # numbers that were compared within a finite bound
+    lacking: dict[str, str] = field(default_factory=dict)  # a dtype that no case has, though `draws` tried -> why
     launches: int = 0  # calls whose result was compared bit by bit with that of an earlier call
     worst: dict[str, float] = field(default_factory=dict)  # "dtype" -> the largest error as a fraction of its bound
     shapes: dict[str, float] = field(default_factory=dict)  # a size of `sizes_of` -> the same
     drift: dict[int, float] = field(default_factory=dict)  # step of a recorded trace -> the same (`following`)
     wrong: int = 0  # choices that no scores within their bounds lead to (mismatch.counting)
+
+    def judged_in(self, dtype: str) -> int:
+        """How many cases of this dtype were judged; if the test judges decisions, of those with a decisive one."""
+        return sum(one.dtype == dtype and (one.decisive > 0 or not self.asked) for one in self.judged.values())
 
     @property
     def enough(self) -> bool:

@@ -117,6 +117,11 @@ class Subject:
     def fields(self) -> tuple[str, ...]:
         return (*self.numbers, *self.choices)
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The declared dtypes in which the function is to be judged."""
+        return capabilities.current().dtypes
+
     def draw(self, aspect: str, **more: Any) -> st.SearchStrategy[Any]:
         """The cases of a property."""
         return self.cases(**{**self.aspects[aspect], **more})
@@ -249,6 +254,10 @@ class Fp8Subject(Subject):
     scales: tuple[str, ...] = ("key_scale", "value_scale")
     variant: str = "fp8"
     also: bool = True
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return capabilities.current().fp8
 
     def result(self, module: Any, inputs: dict[str, Any]) -> Any:
         from ..harness.impl import Method, NotProvided
