@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..capabilities import DTYPES, FP8
+
 if TYPE_CHECKING:
     from ..judge.stats import JudgedCase
 
@@ -24,6 +26,7 @@ UNITS = {
     "repeatability": "launches",
 }
 CASES = "cases"
+ORDER = (*DTYPES, *FP8)
 #: Wrong arguments are listed, not drawn: their number says nothing of others.
 WITHOUT_LIMIT = ("bad_input",)
 #: Under the page's tables.
@@ -69,10 +72,22 @@ def fewer_than(limit: float | None) -> str:
     """A limit as "1 in 4,270", rounded down to three digits; "" for None, and for more than 1 in 2, which says nothing.
     """
     found = 0.0 if not limit else 1 / limit
-    if found < 2:
-        return ""
-    digits = max(0, math.floor(math.log10(found)) - 2)
-    return f"1 in {math.floor(found / 10**digits) * 10**digits:,}"
+    return f"1 in {short(_rounded_down(found))}" if found >= 2 else ""
+
+
+def short(count: int) -> str:
+    """A count as text, from 100,000 on rounded down to three digits: "99,999", "123 k", "1.23 M"."""
+    if count < 100_000:
+        return f"{count:,}"
+    unit, letter = (1000, "k") if count < 10**6 else (10**6, "M") if count < 10**9 else (10**9, "G")
+    value = _rounded_down(count) / unit
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f} {letter}"
+
+
+def _rounded_down(number: float) -> int:
+    """To three significant digits."""
+    digits = 10 ** max(0, math.floor(math.log10(number)) - 2)
+    return math.floor(number / digits) * digits
 
 
 def described(judged: Iterable[JudgedCase]) -> dict[str, Any]:
@@ -99,6 +114,7 @@ def _counts(found: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in sorted(found.items(), key=_order))
 
 
-def _order(pair: tuple[str, int]) -> tuple[bool, int, str]:
-    """The most frequent first; FP8 types last."""
-    return pair[0].startswith("float8"), -pair[1], pair[0]
+def _order(pair: tuple[str, int]) -> tuple[int, int, str]:
+    """dtypes as `Capabilities` lists them; anything else by how frequent it is."""
+    name, count = pair
+    return ORDER.index(name) if name in ORDER else len(ORDER), -count, name

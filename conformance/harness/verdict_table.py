@@ -1,6 +1,6 @@
 """The verdict as text, for the terminal: at most 31 lines per method, and more if it is verbose.
 
-The rows are no wider than 80 characters, but for the last column, which says what is not right.
+The rows of what is right are no wider than 80 characters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -
 
 
 def _row(name: str, judged: Judgement) -> tuple[str, ...]:
-    counts = f"{judged.counts[judged.unit]:,} {judged.unit}"
+    counts = f"{power.short(judged.counts[judged.unit])} {judged.unit}"
     if judged.wrong:
         counts = f"{judged.wrong} wrong" + (f", {judged.decisive} of {judged.decisions}" if judged.decisions else "")
     fewer = power.fewer_than(judged.limit)

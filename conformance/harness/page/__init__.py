@@ -120,7 +120,7 @@ def _properties(method: str, properties: Mapping[str, Values]) -> str:
 
 
 def _property(one: Values) -> tuple[str, ...]:
-    counts = f"{one[one['unit']]:,} {one['unit']}"
+    counts = f"{power.short(one[one['unit']])} {one['unit']}"
     if one["wrong"]:
         of = f", {one['decisive']:,} of {one['decisions']:,} decisive" if one["decisions"] else ""
         counts = f"{one['wrong']:,} wrong{of}"
