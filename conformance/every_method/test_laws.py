@@ -158,7 +158,7 @@ def few(law):
             dtype = scenario.dtype if scenario.dtype in dtypes else dtypes[0]
             scenario = replace(scenario, batch=supported.rows(scenario.batch), dtype=dtype)
             law(scenario=scenario, pair=pair, **others)
-            stats.judged_case(scenario, pair.name)
+            stats.judged_case(scenario, f"{pair.label} {law.__name__}")
 
     return example(scenario=FULL, **dict.fromkeys(drawn, 1))(limited(sparing))
 
@@ -305,8 +305,8 @@ def test_the_same_input_gives_the_same_bits(scenario, side, pair, device):
     again = play(scenario.state(side, pair, device), scenario.inputs(device))
     assert_same_bits(again, plain(scenario, side, pair, device), "launched again")
     stats.launches(len(again))
-    if is_quick() and not pair.options:
-        stats.case()  # so that a verdict on a state alone has enough cases, although only FULL is drawn
+    if not pair.options:
+        stats.case()  # so that a verdict on a state alone has enough cases
 
 
 @pytest.mark.property("state")

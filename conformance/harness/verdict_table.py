@@ -15,7 +15,7 @@ from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
 
 COLUMNS = ("property", "verdict", "judged", "wrong (95 %)", "of bound", "")
 MOST_CAUSES = 3
-WIDTH = 110  # of a row
+WIDTH = 120  # of a row
 MESSAGE = 170  # of a message
 
 
