@@ -122,6 +122,7 @@ class PositionsCase(Case):
     occupancy: str = "full"
 
     positions = property(lambda self: self.tensor("positions"))
+    dtype_name = ""  # type: ignore[assignment]
 
     def make(self) -> dict[str, Tensor | None]:
         generator = self.generator()

@@ -94,6 +94,11 @@ class Case:
         return self.key_value_heads * self.group
 
     @property
+    def dtype_name(self) -> str:
+        """The dtype of keys and values, as a verdict names it; "" if the case has no numbers."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def factor(self) -> float:
         """The scale, with the default resolved."""
         return self.head_dim**-0.5 if self.scale is None else self.scale

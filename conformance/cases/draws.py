@@ -5,6 +5,8 @@ drew only such cases would accept any choice. So a drawn test with too few decis
 the strategies draw *plain* cases: float32, few slots, and, of the contents that the test allows, only those whose
 scores lie apart. The strategies call `plain_only()` to find out. Nearly all decisions of a plain case are decisive, so
 a few rounds suffice whatever the seed. A test that still has too few fails as vacuous: its author must change it.
+
+A test of a core property is called again for each declared dtype of which it has drawn no case, in that dtype alone.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from ..judge import stats
+from . import supported
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -155,35 +158,110 @@ def run_machine(machine: type, /, settings: Any) -> None:
 
 
 def until_decided(
-    test: Callable[..., Any], name: str, least_cases: int = 0, least_decisions: int = 0, /, **arguments: Any
+    test: Callable[..., Any], name: str, least_cases: int = 0, least_decisions: int = 0, dtypes: Sequence[str] = (), /,
+    **arguments: Any,
 ) -> None:
-    """Call a test, then call it again until it has judged enough cases, and in plain rounds until enough of its
-    decisions were decisive.
+    """Call a test, then call it again until it has judged enough cases, in plain rounds until enough of its decisions
+    were decisive, and until it has judged cases of each dtype.
 
-    name: seeds the further rounds. least_cases, least_decisions: what a verdict needs of a property's test, 0 of other
-    tests.
+    name: seeds the further rounds. least_cases, least_decisions, dtypes: what a verdict needs of a property's test, 0
+    or none of other tests.
     """
     __tracebackhide__ = True
     from hypothesis.errors import Unsatisfiable
 
-    test(**arguments)
     counted = stats.current()
     if counted is None or not is_drawn(test):
+        test(**arguments)
         return
+    refusal = None
     try:
+        test(**arguments)
+    except Unsatisfiable as error:
+        refusal = error  # of every case; those of the rarer dtypes may not have been among them
+    with suppress(Unsatisfiable):  # the implementation under test refuses every further case
+        if refusal is None:
+            _draw_enough(test, name, least_cases, least_decisions, arguments)
+    before = len(counted.judged)
+    _draw_each_dtype(test, name, dtypes, arguments)
+    if refusal is not None and len(counted.judged) == before:
+        raise refusal
+
+
+def _draw_enough(
+    test: Callable[..., Any], name: str, least_cases: int, least_decisions: int, arguments: dict[str, Any]
+) -> None:
+    """The rounds until enough cases are judged, and enough decisions decided."""
+    __tracebackhide__ = True
+    counted = stats.current()
+    assert counted is not None
+    for number in range(MOST_ROUNDS):
+        if not 0 < (counted.cases or 0) < least_cases:
+            break
+        with _seeded(test, f"{name} again {number}"):
+            test(**arguments)
+    for number in range(MOST_ROUNDS if counted.asked else 0):
+        decided = counted.enough and counted.decisive >= least_decisions
+        if decided or (number >= IDLE_ROUNDS and not counted.plain_total):
+            return
+        with stats.plain_round(), _seeded(test, f"{name} {number}"):
+            test(**arguments)
+
+
+def _draw_each_dtype(
+    test: Callable[..., Any], name: str, dtypes: Sequence[str], arguments: dict[str, Any]
+) -> None:
+    """The rounds in which only one of the `dtypes` is drawn, for each in which too few cases were judged. One in which
+    none can be is recorded with the refusal, or with "" if the test's cases do not have it.
+
+    All fields of a function are judged in the same cases: their rounds have the same seed.
+    """
+    __tracebackhide__ = True
+    import pytest
+    from hypothesis.errors import Unsatisfiable
+
+    counted = stats.current()
+    assert counted is not None
+    for dtype in dtypes if hasattr(test, SETTINGS) else ():
+        before = counted.refused.copy()
         for number in range(MOST_ROUNDS):
-            if not 0 < (counted.cases or 0) < least_cases:
+            drawn = any(one.dtype == dtype for one in counted.judged.values())
+            if counted.judged_in(dtype) >= least_of_dtype() or (number and not drawn):
                 break
-            with _seeded(test, f"{name} again {number}"):
-                test(**arguments)
-        for number in range(MOST_ROUNDS if counted.asked else 0):
-            decided = counted.enough and counted.decisive >= least_decisions
-            if decided or (number >= IDLE_ROUNDS and not counted.plain_total):
-                return
-            with stats.plain_round(), _seeded(test, f"{name} {number}"):
-                test(**arguments)
-    except Unsatisfiable:
-        return  # the implementation under test refuses every further case
+            plain = stats.plain_round() if counted.asked and number else nullcontext()
+            seed = f"{name.split('[')[0]} {dtype} {number}"
+            try:
+                with supported.only_dtype(dtype), plain, _shortened(test), _seeded(test, seed):
+                    test(**arguments)
+            except (Unsatisfiable, pytest.skip.Exception):
+                break
+        if not counted.judged_in(dtype):
+            refused = counted.refused - before
+            counted.lacking[dtype] = refused.most_common(1)[0][0] if refused else ""
+
+
+#: The attribute of a drawn test that holds Hypothesis's settings of it.
+SETTINGS = "_hypothesis_internal_use_settings"
+
+
+def least_of_dtype() -> int:
+    """The least number of cases that a test judges in each dtype. The first one that is drawn is always the simplest,
+    which says little."""
+    return 1 if is_quick() else 2
+
+
+@contextmanager
+def _shortened(test: Any) -> Iterator[None]:
+    """Let a test draw a third of its examples, since there are three dtypes."""
+    from hypothesis import settings
+
+    original = getattr(test, SETTINGS)
+    most = max(least_of_dtype(), original.max_examples // 3)
+    setattr(test, SETTINGS, settings(original, max_examples=most))
+    try:
+        yield
+    finally:
+        setattr(test, SETTINGS, original)
 
 
 @contextmanager

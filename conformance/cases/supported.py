@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
@@ -19,6 +21,8 @@ T = TypeVar("T")
 
 #: Options under which no slot is free, and none is protected.
 NO_MASK = ("full", "none")
+
+_only: ContextVar[str | None] = ContextVar("kvtwin_only_dtype", default=None)
 
 
 def among(options: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]:
@@ -58,9 +62,29 @@ def rows(most: int) -> int:
     return most if largest is None else min(most, largest)
 
 
+@contextmanager
+def only_dtype(name: str) -> Iterator[None]:
+    """Inside the ``with`` block strategies draw this dtype alone, where it is one of theirs: a dtype or an FP8 type,
+    named as in `Capabilities`."""
+    token = _only.set(name)
+    try:
+        yield
+    finally:
+        _only.reset(token)
+
+
 def dtypes(options: Iterable[Any]) -> list[Any]:
     """The torch dtypes among `options`."""
-    return among(options, lambda one: str(one).removeprefix("torch.") in capabilities.current().dtypes, "dtypes")
+    return _chosen(among(options, lambda one: _name(one) in capabilities.current().dtypes, "dtypes"))
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _chosen(options: list[Any]) -> list[Any]:
+    """That of `only_dtype`, if it is among them; otherwise all."""
+    return [one for one in options if _name(one) == _only.get()] or options
 
 
 def occupancies(options: Iterable[str]) -> list[str]:
@@ -109,7 +133,7 @@ def page_sizes(usual: Sequence[int], slots: int, last_page: str) -> list[int]:
 
 def fp8(options: Iterable[Any]) -> list[Any]:
     """The FP8 types among `options`."""
-    return among(options, lambda one: str(one).removeprefix("torch.") in capabilities.current().fp8, "fp8")
+    return _chosen(among(options, lambda one: _name(one) in capabilities.current().fp8, "fp8"))
 
 
 def values(name: str, options: Iterable[T]) -> list[T]:

@@ -154,8 +154,11 @@ def few(law):
     @functools.wraps(law)
     def sparing(scenario, pair, **others):
         if scenario == FULL or not pair.options:
-            law(scenario=replace(scenario, batch=supported.rows(scenario.batch)), pair=pair, **others)
-            stats.case()
+            dtypes = supported.dtypes(shape[-1] for shape in SHAPES)
+            dtype = scenario.dtype if scenario.dtype in dtypes else dtypes[0]
+            scenario = replace(scenario, batch=supported.rows(scenario.batch), dtype=dtype)
+            law(scenario=scenario, pair=pair, **others)
+            stats.judged_case(scenario, f"{pair.label} {law.__name__}")
 
     return example(scenario=FULL, **dict.fromkeys(drawn, 1))(limited(sparing))
 
@@ -301,6 +304,7 @@ def test_kept_and_evicted_make_the_input(scenario, side, pair, device):
 def test_the_same_input_gives_the_same_bits(scenario, side, pair, device):
     again = play(scenario.state(side, pair, device), scenario.inputs(device))
     assert_same_bits(again, plain(scenario, side, pair, device), "launched again")
+    stats.launches(len(again))
     if not pair.options:
         stats.case()  # so that a verdict on a state alone has enough cases
 

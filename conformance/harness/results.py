@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import pytest
 from .. import discovery
 from ..judge import stats
 from ..judge.properties import PROPERTIES
+from . import power
 from .impl import EnvironmentLimit, NotProvided
 
 KINDS = ("equivalence", "laws", "claims", "golden", "bad_input")
@@ -32,9 +34,10 @@ class Result:
 
     judges: the property that it judges (judge/properties.py), None if none. subject: the function or state that it
     judges (judge/subjects.py), None if it judges no single one. judged_field: the only field of the results that it
-    judges, None if it judges more. cases: how many it judged, None if it does not count them. finding: of a
-    failed test, the property that is wrong, the subject, the field, the case and the command that replays it. shapes,
-    drift, wrong: as in judge/stats.py.
+    judges, None if it judges more. cases: how many it judged, None if it does not count them; judged: those of them
+    that are described, by what tells them apart. elements, launches, lacking, shapes, drift, wrong: as in
+    judge/stats.py. finding: of a failed test, the property that is wrong, the subject, the field, the case and the
+    command that replays it.
     """
 
     nodeid: str
@@ -55,6 +58,10 @@ class Result:
     subject: str | None = None
     judged_field: str | None = None
     cases: int | None = None
+    judged: dict[str, stats.JudgedCase] = field(default_factory=dict)
+    elements: int = 0
+    launches: int = 0
+    lacking: dict[str, str] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
     shapes: dict[str, float] = field(default_factory=dict)
     drift: dict[str, float] = field(default_factory=dict)
@@ -67,7 +74,9 @@ class Result:
         return self.outcome in FAILED
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"claims": list(self.claims), "cases": self.cases or 0}
+        plain = asdict(self) | {"claims": list(self.claims), "cases": self.cases or 0}
+        del plain["judged"]
+        return plain | power.described(self.judged.values())
 
 
 @dataclass
@@ -208,6 +217,10 @@ def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], co
         "refused": dict(counted.refused),
         "missing": dict(counted.missing),
         "cases": counted.cases,
+        "judged": {_short(what): tuple(one) for what, one in counted.judged.items()},
+        "elements": counted.elements,
+        "launches": counted.launches,
+        "lacking": dict(counted.lacking),
         "worst": dict(counted.worst),
         "shapes": dict(counted.shapes),
         "drift": {str(step): used for step, used in sorted(counted.drift.items())},
@@ -217,6 +230,11 @@ def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], co
         facts["outcome"] = "environment" if isinstance(error, EnvironmentLimit) else "not provided"
         report.longrepr = (*report.longrepr[:2], f"Skipped: {error}")  # without the exception's qualified name
     setattr(report, ATTRIBUTE, facts)
+
+
+def _short(text: str) -> str:
+    """What stands for a text between processes."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def is_not_provided(report: pytest.TestReport | pytest.CollectReport) -> bool:
@@ -241,6 +259,8 @@ class Collector:
         facts = dict(getattr(report, ATTRIBUTE, {}))
         provided = facts.pop("outcome", "skipped")
         for name, value in facts.items():
+            if name == "judged":
+                value = {what: stats.JudgedCase(*one) for what, one in value.items()}
             setattr(result, name, tuple(value) if name == "claims" else value)
         if report.failed:
             result.outcome = "failed" if report.when == "call" else "error"

@@ -149,6 +149,15 @@ def _least(item: pytest.Item, implementation: str | None) -> tuple[int, int]:
     return cases, decisions
 
 
+def _dtypes(item: pytest.Item, implementation: str | None) -> tuple[str, ...]:
+    """The dtypes in which a verdict needs this test to judge somebody else's implementation."""
+    if implementation is None or item.stash[FACTS]["judges"] not in CORE:
+        return ()
+    subject = getattr(getattr(item, "callspec", None), "params", {}).get("subject")
+    found: tuple[str, ...] = getattr(subject, "dtypes", capabilities.current().dtypes)
+    return found
+
+
 #: Python's garbage collector starts after so many new objects. The interpreter makes 700, the default, in 1 ms.
 GARBAGE = 20_000
 
@@ -309,7 +318,8 @@ class Suite:
         test = pyfuncitem.obj
         least = _least(pyfuncitem, self.implementation)
         pyfuncitem.obj = functools.partial(
-            turns.when_memory_is_free, stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least
+            turns.when_memory_is_free, stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least,
+            _dtypes(pyfuncitem, self.implementation),
         )
         try:
             with turns.between_examples(test, _release_memory):
@@ -371,7 +381,9 @@ class Suite:
         if self.implementation is None and any(result.judges for result in self.collector.results):
             terminalreporter.write_line(summary.verdict_line(self.verdicts))
         if self.implementation is not None and self.collector.results:
-            summary.write_verdicts(terminalreporter, self.verdicts, self.implementation, verbose=verbose)
+            summary.write_verdicts(
+                terminalreporter, self.verdicts, self.implementation, verbose=verbose, device=self.backend.device.type
+            )
         # A quiet run has no header.
         if self.interpreter is not None and not self.interpreter.in_order and not self.interpreter_shown:
             terminalreporter.write_line(environment.interpreter_line(self.interpreter))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from .. import discovery, ledger
-from . import results, verdict_table
+from . import power, results, verdict_table
 from .results import KINDS, Result, Sum
 from .verdict import RIGHT, MethodVerdict
 
@@ -115,13 +115,16 @@ def refusals(found: Iterable[Result]) -> list[str]:
 
 
 def write_verdicts(
-    terminal: pytest.TerminalReporter, verdicts: Mapping[str, MethodVerdict], implementation: str, *, verbose: bool
+    terminal: pytest.TerminalReporter, verdicts: Mapping[str, MethodVerdict], implementation: str, *, verbose: bool,
+    device: str,
 ) -> None:
-    """Print the verdict on each method of somebody else's implementation."""
+    """Print the verdict on each method of somebody else's implementation. device: "cpu" or "cuda"."""
     terminal.write_sep("=", f"kvtwin: verdict on {implementation}")
     for found in verdicts.values():
         for text, colour in verdict_table.lines(found, implementation, verbose=verbose):
             terminal.write_line(text, **({colour: True} if colour else {}))
+    if verdicts and device == "cpu":
+        terminal.write_line(power.ON_A_CPU, light=True)
     if not verdicts:
         terminal.write_line(f"no test called {implementation}: nothing is covered", yellow=True)
 

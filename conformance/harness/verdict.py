@@ -5,7 +5,7 @@
 - *convention*: not judged, since the implementation declares that it follows another convention than kvtwin's, takes no
   masks, or does not validate arguments.
 - *environment*: Triton's interpreter, or this machine, cannot run it.
-- *not covered*: too few cases or decisions were judged.
+- *not covered*: too few cases or decisions were judged, or, of a core property, none in a declared dtype.
 
 Only tests that called the implementation count.
 """
@@ -17,8 +17,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..capabilities import Capabilities
+from ..capabilities import FP8, Capabilities
 from ..judge.properties import CORE, PROPERTIES
+from ..judge.stats import JudgedCase
+from . import power
+from .impl import ENVIRONMENT as OF_ENVIRONMENT
 from .results import Result
 
 RIGHT, WRONG, NOT_COVERED, CONVENTION, ENVIRONMENT = "right", "wrong", "not covered", "convention", "environment"
@@ -64,12 +67,25 @@ class Judgement:
     decisive: int = 0
     adjudicated: int = 0  # decisions that differ from float64's and are right within the bounds
     wrong: int = 0  # wrong decisions on the recorded traces, and in the cases of the findings
+    elements: int = 0  # numbers that were compared within a finite bound
+    launches: int = 0  # calls that were compared bit by bit with earlier ones
+    described: dict[str, Any] = field(default_factory=lambda: power.described(()))  # of its cases
+    lacking: dict[str, str] = field(default_factory=dict)  # of a core property: dtypes in which it is not judged -> why
+    unit: str = power.CASES  # what `limit` counts: power.UNITS
+    limit: float | None = None  # with 95 % confidence, fewer than this share is wrong; None: unknown
     worst: dict[str, float] = field(default_factory=dict)  # dtype -> the largest error as a fraction of its bound
     why: str = ""  # why it is not covered
     findings: list[dict[str, Any]] = field(default_factory=list)  # the shortest case first
     expected: bool = False  # every finding is one that --kv-xfails expects
     applies: bool = True  # False: nothing that the implementation provides has what it judges
     follows: str | None = None  # the wrong property of which this may be a consequence
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was judged, by unit (power.UNITS)."""
+        return {
+            "elements": self.elements, "decisive": self.decisive, "launches": self.launches, power.CASES: self.cases,
+        }
 
 
 @dataclass
@@ -217,10 +233,15 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
         and result.finding.get("property", result.judges) == name
     ]
     elsewhere = [result for result in called if _wrong(result) and result not in wrong]
-    for result in called:
-        if result in elsewhere or result.outcome not in ("passed", "failed", "error", "xfailed"):
-            continue
-        made.cases += 1 if result.cases is None else result.cases
+    counting = [
+        result for result in called
+        if result not in elsewhere and result.outcome in ("passed", "failed", "error", "xfailed")
+    ]
+    judged = _judged(counting)
+    made.cases, made.described = len(judged), power.described(judged.values())
+    for result in counting:
+        made.cases += 1 if result.cases is None else result.cases - len(result.judged)
+        made.elements, made.launches = made.elements + result.elements, made.launches + result.launches
         made.decisions, made.decisive = made.decisions + result.decisions, made.decisive + result.decisive
         made.adjudicated, made.wrong = made.adjudicated + result.adjudicated, made.wrong + result.wrong
         for dtype, used in result.worst.items():
@@ -231,6 +252,9 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
         if "of_bound" in one:
             made.worst[one["dtype"]] = max(one["of_bound"], made.worst.get(one["dtype"], 0.0))
     made.expected = bool(wrong) and all(result.outcome == "xfailed" for result in wrong)
+    made.lacking = {} if own or name not in CORE else _lacking(name, counting, supported)
+    made.unit = power.unit_of(name, made.counts)
+    made.limit = None if wrong else power.limit_of(name, made.unit, made.counts)
     made.verdict, made.why = _verdict(name, made, tests, called, supported, device)
     if made.verdict == NOT_COVERED and elsewhere:
         causes = sorted({str(result.finding.get("property")).replace("_", " ") for result in elsewhere})
@@ -279,7 +303,7 @@ def _verdict(
     limits = [result.message for result in tests if result.outcome == "environment"]
     cases, decisions = least(name)
     if made.cases >= cases and made.decisive >= decisions:
-        return RIGHT, ""
+        return _in_each_dtype(made)
     if limits:
         return ENVIRONMENT, limits[0]
     if not called:
@@ -287,6 +311,45 @@ def _verdict(
     if made.cases < cases:
         return NOT_COVERED, f"{made.cases} of at least {cases} cases" + _because(tests)
     return NOT_COVERED, f"{made.decisive} of at least {decisions} decisive decisions"
+
+
+def _judged(found: Iterable[Result]) -> dict[str, JudgedCase]:
+    """The cases that tests judged, each once, although there is a test for each field of a result."""
+    judged: dict[str, JudgedCase] = {}
+    for result in found:
+        for what, one in result.judged.items():
+            if what not in judged or one.decisive > judged[what].decisive:
+                judged[what] = one
+    return judged
+
+
+def _lacking(name: str, found: Sequence[Result], supported: Capabilities) -> dict[str, str]:
+    """The declared dtypes in which a core property is not judged, though a function or state that it judges has
+    numbers, and why: "" if it is not known."""
+    lacking: dict[str, str] = {}
+    for subject in dict.fromkeys(result.subject for result in found):
+        own = [result for result in found if result.subject == subject]
+        cases = _judged(own).values()
+        judged = {case.dtype for case in cases if case.dtype and (case.decisive or name != "decisions")}
+        if not {case.dtype for case in cases if case.dtype} - {*FP8}:
+            continue
+        for dtype in supported.dtypes:
+            reasons = [result.lacking[dtype] for result in own if dtype in result.lacking]
+            if dtype not in judged and (not reasons or any(reasons)):  # otherwise its cases do not have this dtype
+                lacking[dtype] = max(reasons, default="") or lacking.get(dtype, "")
+    return lacking
+
+
+def _in_each_dtype(made: Judgement) -> tuple[str, str]:
+    """The verdict if enough was judged: right, if that is so in each dtype."""
+    if not made.lacking:
+        return RIGHT, ""
+    limits = [f"{dtype}: {why.removeprefix(OF_ENVIRONMENT)}" for dtype, why in made.lacking.items()
+              if why.startswith(OF_ENVIRONMENT)]
+    if limits:
+        return ENVIRONMENT, "; ".join(limits)
+    shown = (dtype + (" (refused)" if why else "") for dtype, why in made.lacking.items())
+    return NOT_COVERED, f"not covered: {', '.join(shown)}"
 
 
 def _why(tests: Sequence[Result]) -> str:

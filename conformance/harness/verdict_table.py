@@ -1,16 +1,21 @@
-"""The verdict as text, for the terminal: at most 30 lines per method."""
+"""The verdict as text, for the terminal: at most 31 lines per method, and more if it is verbose.
+
+The rows of what is right are no wider than 80 characters.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ..judge.properties import PROPERTIES
+from . import power
 from .page.markup import of_bound
 from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
 
-COLUMNS = ("property", "verdict", "cases", "decisive", "of bound", "")
+COLUMNS = ("property", "verdict", "judged", "wrong (95 %)", "of bound", "")
 MOST_CAUSES = 3
-WIDTH = 110  # of a row
+WIDTH = 120  # of a row
 MESSAGE = 170  # of a message
 
 
@@ -20,17 +25,21 @@ def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -
     yield f"{found.method} of {implementation}: {found.verdict.upper()}", colour
     rows = [COLUMNS, *(_row(name, found.properties[name]) for name in PROPERTIES)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS) - 1)]
-    for row in rows:
+    for row, name in zip(rows, ("", *PROPERTIES), strict=True):
         text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1]
         shade = {WRONG: "red", RIGHT: "", CONVENTION: ""}.get(row[1], "" if row is COLUMNS else "yellow")
         yield "  " + _cut(text.rstrip(), verbose), shade
+        if verbose and name and (sizes := power.sizes(found.properties[name].described)):
+            yield f"    {sizes}", ""
     yield from _causes(found, verbose)
     yield from ((f"  {text}", "") for text in _coverage(found, verbose))
 
 
 def _row(name: str, judged: Judgement) -> tuple[str, ...]:
-    counts = [f"{judged.wrong} wrong"] if judged.wrong else []
-    counts += [f"{judged.decisive} of {judged.decisions}"] if judged.decisions else []
+    counts = f"{power.short(judged.counts[judged.unit])} {judged.unit}"
+    if judged.wrong:
+        counts = f"{judged.wrong} wrong" + (f", {judged.decisive} of {judged.decisions}" if judged.decisions else "")
+    fewer = power.fewer_than(judged.limit)
     worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
     used = "-" if worst is None else f"{of_bound(worst[1])} ({worst[0]})"
     says = judged.why
@@ -43,7 +52,19 @@ def _row(name: str, judged: Judgement) -> tuple[str, ...]:
         says = counted + (f"{where}: " if where else "")
         says += "may follow from " + judged.follows.replace("_", " ") if judged.follows else "see below"
         says += " (expected)" if judged.expected else ""
-    return name.replace("_", " "), judged.verdict, str(judged.cases), ", ".join(counts) or "-", used, says
+    return name.replace("_", " "), judged.verdict, counts, f"< {fewer}" if fewer else "-", used, says
+
+
+def _described(found: MethodVerdict) -> str:
+    """The dtypes and sizes of the cases of all properties."""
+    each = [one.described for one in found.properties.values()]
+    dtypes: Counter[str] = sum((Counter(one["dtypes"]) for one in each), Counter())
+    layouts = {name for one in each for name in one["layouts"]}
+    text = power.sizes({
+        "dtypes": dtypes, "slots": max(one["slots"] for one in each), "rows": sum(one["rows"] for one in each),
+        "layouts": {},
+    })
+    return f"cases: {text}" + (f"; {len(layouts)} layouts" if layouts else "") if dtypes else ""
 
 
 def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -63,6 +84,9 @@ def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
 
 
 def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
+    described = _described(found)
+    if described:
+        yield described
     refused = sum(found.refused.values())
     yield f"calls: {found.answered} answered, {refused} refused" + (
         ": " + ", ".join(f"{count} x {what}" for what, count in found.refused.most_common(None if verbose else 2))

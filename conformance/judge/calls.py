@@ -25,15 +25,15 @@ def leaves_nothing_behind(subject: Subject, module: Any, case: Case) -> None:
         first = returned(subject, module, inputs)
         expected = copies(first)
         assert_same_fields(tensors(inputs), tensors(before), "after the call (an input)")
-        assert_same_fields(returned(subject, module, inputs), expected, "of the same call again")
+        assert_same_launch(returned(subject, module, inputs), expected, "of the same call again")
         changed = copies(returned(subject, module, others))
         assert_same_fields(first, expected, "of the first call, after another one")
         mine = copies(inputs)
-        assert_same_fields(returned(subject, module, mine), expected, "of a call with copies")
+        assert_same_launch(returned(subject, module, mine), expected, "of a call with copies")
         for name, tensor in tensors(others).items():
             mine[name].copy_(tensor)
-        assert_same_fields(returned(subject, module, mine), changed, "after the contents of the inputs changed")
-    stats.case()
+        assert_same_launch(returned(subject, module, mine), changed, "after the contents of the inputs changed")
+    stats.judged_case(case, str(subject))
 
 
 def rows_are_apart(subject: Subject, module: Any, case: Case) -> None:
@@ -43,12 +43,12 @@ def rows_are_apart(subject: Subject, module: Any, case: Case) -> None:
         expected = returned(subject, module, inputs)
         for row in {0, case.batch - 1}:
             alone = _without_others(inputs, row)
-            assert_same_fields(
+            assert_same_launch(
                 {name: tensor[row] for name, tensor in returned(subject, module, alone).items()},
                 {name: tensor[row] for name, tensor in expected.items()},
                 f"of row {row}, after all other rows became NaN",
             )
-    stats.case()
+    stats.judged_case(case, str(subject))
 
 
 def _without_others(inputs: dict[str, Any], row: int) -> dict[str, Any]:
@@ -93,3 +93,9 @@ def assert_same_fields(actual: dict[str, Tensor], expected: dict[str, Tensor], w
         fail(f"fields {why}: expected {', '.join(expected)}, got {', '.join(actual)}")
     for name, tensor in expected.items():
         assert_same(actual[name], tensor, what=f"{name} {why}")
+
+
+def assert_same_launch(actual: dict[str, Tensor], expected: dict[str, Tensor], why: str) -> None:
+    """The same for the results of a call and of an earlier one, which is recorded."""
+    assert_same_fields(actual, expected, why)
+    stats.launches()

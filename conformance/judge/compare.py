@@ -96,6 +96,8 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "
         )
     used = float(fraction.max())
     stats.utilisation(used)
+    if stats.current() is not None:
+        stats.elements(int((bound.isfinite() & ~infinite).sum()))
     return used
 
 
@@ -134,6 +136,8 @@ def assert_same(actual: Tensor, expected: Tensor, *, what: str, where: Tensor | 
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ; the first, at {at}: "
             f"expected {expected[at].item()!r}, got {actual[at].item()!r}"
         )
+    if actual.is_floating_point() and stats.current() is not None:
+        stats.elements(wrong.numel() if where is None else int(where.expand_as(wrong).sum()))
 
 
 def assert_eviction_right(

@@ -9,17 +9,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # A test accepts wrong choices if the bounds leave most of its decisions open. So either this share must be decisive,
 LEAST_DECISIVE_SHARE = 0.5
 # or this many decisions of plain cases, most of which are decisive by construction (cases/draws.py). An
 # implementation that chooses wrongly half of the time passes 16 decisive decisions with probability 1 in 65,536.
 LEAST_PLAIN_DECISIONS = 16
+
+
+class JudgedCase(NamedTuple):
+    """What a verdict says of a case that was judged.
+
+    dtype: of its keys and values, "float16" or "float8_e5m2"; "" if it has no numbers. layout: of its tensors, "" if it
+    names none. rows: batch rows. slots: slots or tokens. decisive: decisions of it that had one right answer.
+    """
+
+    dtype: str
+    layout: str
+    rows: int
+    slots: int
+    decisive: int = 0
 
 
 @dataclass
@@ -41,11 +55,19 @@ class Stats:
     refused: Counter[str] = field(default_factory=Counter)
     missing: Counter[str] = field(default_factory=Counter)  # fields that were not returned
     exact: bool = False  # a comparator of exact copies was called
-    cases: int | None = None  # results that a property's test judged; None: it does not count them
+    cases: int | None = None  # cases that a property's test judged; None: it does not count them
+    judged: dict[str, JudgedCase] = field(default_factory=dict)  # those of `judged_case`, by what tells them apart
+    elements: int = 0  # numbers that were compared within a finite bound
+    lacking: dict[str, str] = field(default_factory=dict)  # a dtype that no case has, though `draws` tried -> why
+    launches: int = 0  # calls whose result was compared bit by bit with that of an earlier call
     worst: dict[str, float] = field(default_factory=dict)  # "dtype" -> the largest error as a fraction of its bound
     shapes: dict[str, float] = field(default_factory=dict)  # a size of `sizes_of` -> the same
     drift: dict[int, float] = field(default_factory=dict)  # step of a recorded trace -> the same (`following`)
     wrong: int = 0  # choices that no scores within their bounds lead to (mismatch.counting)
+
+    def judged_in(self, dtype: str) -> int:
+        """How many cases of this dtype were judged; if the test judges decisions, of those with a decisive one."""
+        return sum(one.dtype == dtype and (one.decisive > 0 or not self.asked) for one in self.judged.values())
 
     @property
     def enough(self) -> bool:
@@ -60,6 +82,7 @@ class Stats:
         self.bound_utilisation = max(used, default=None)
         for name in (
             "total", "decisive", "plain_total", "plain_decisive", "ties", "answered", "refused", "missing", "wrong",
+            "elements", "launches",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         largest(self.drift, other.drift)
@@ -81,11 +104,23 @@ def largest(into: dict[Any, float], other: Mapping[Any, float]) -> None:
 def sizes_of(case: Any) -> list[str]:
     """The sizes of a case on which its errors may depend: "D 64", "G 4", and the number of slots or tokens, rounded up
     to a power of 4: "S 64"."""
-    tokens = getattr(case, "slots", getattr(case, "tokens", None))
-    if hasattr(case, "steps"):  # of a trace
-        tokens = case.prompt + case.steps
+    tokens = slots_of(case)
     found = [f"{letter} {getattr(case, name)}" for letter, name in (("D", "head_dim"), ("G", "group"))]
     return found if tokens is None else [*found, f"S {4 ** math.ceil(math.log(max(tokens, 1), 4) - 1e-9)}"]
+
+
+def slots_of(case: Any) -> int | None:
+    """The number of slots or tokens of a case, of a trace with its steps; None if it has none."""
+    if hasattr(case, "steps"):  # of a trace
+        return int(case.prompt + case.steps)
+    found: int | None = getattr(case, "slots", getattr(case, "tokens", None))
+    return found
+
+
+def dtype_of(case: Any) -> str:
+    """The dtype of a case's keys and values; "" if it has no numbers."""
+    named: str | None = getattr(case, "dtype_name", None)
+    return str(getattr(case, "dtype", "")).removeprefix("torch.") if named is None else named
 
 
 _current: ContextVar[Stats | None] = ContextVar("kvtwin_stats", default=None)
@@ -207,37 +242,73 @@ def missing(name: str) -> None:
         stats.missing[name] += 1
 
 
-def include(
-    inner: Stats, *, judged: bool, choice: bool, decides: bool, dtype: str, sizes: Sequence[str] = ()
-) -> None:
-    """Record what was recorded for one field of a result, whose case has this dtype and these sizes (`sizes_of`).
+def include(inner: Stats, *, judged: bool, choice: bool, decides: bool, case: Any, subject: str) -> None:
+    """Record what was recorded for one field of the result of `subject` for this case.
 
     judged: the field was compared. choice: it is a choice, so that its decisions count if the test's purpose is to
-    judge decisions (`decides`); otherwise its bound utilisation counts.
+    judge decisions (`decides`); otherwise its bound utilisation and its elements count. Nothing counts twice.
     """
     stats = _current.get()
     if stats is None:
         return
-    stats.cases = (stats.cases or 0) + judged
     stats.answered += inner.answered
     stats.refused += inner.refused
     stats.missing += inner.missing
     stats.touched |= inner.touched
-    if choice and decides:
-        stats.asked |= inner.asked
+    counts = choice and decides
+    stats.asked |= counts and inner.asked
+    if judged and not judged_case(case, subject, decisive=inner.decisive if counts else 0):
+        return
+    if counts:
         stats.total, stats.decisive = stats.total + inner.total, stats.decisive + inner.decisive
         stats.plain_total += inner.plain_total
         stats.plain_decisive += inner.plain_decisive
         stats.ties += inner.ties
         stats.wrong += inner.wrong
     elif not choice and inner.bound_utilisation is not None:
-        stats.bound_utilisation = max(inner.bound_utilisation, stats.bound_utilisation or 0.0)
-        largest(stats.worst, {dtype: inner.bound_utilisation})
-        largest(stats.shapes, dict.fromkeys(sizes, inner.bound_utilisation))
+        used = inner.bound_utilisation
+        stats.bound_utilisation = max(used, stats.bound_utilisation or 0.0)
+        largest(stats.worst, {str(case.dtype).removeprefix("torch."): used})
+        largest(stats.shapes, dict.fromkeys(sizes_of(case), used))
+    stats.elements += 0 if choice else inner.elements
+
+
+def judged_case(case: Any, subject: str = "", *, decisive: int = 0) -> bool:
+    """Record that a property's test judged the result of `subject` for a case, with the case's dtype, layout and sizes.
+
+    Rounds of a test may draw a case again. It counts once, and the answer is False then. Cases that are made from given
+    tensors, which their descriptions do not tell apart, are told apart by their order.
+    """
+    stats = _current.get()
+    if stats is None:
+        return True
+    given = getattr(case, "content", "") == "given"
+    key = f"{subject} {case!r}" + (f" {len(stats.judged)}" if given else "")
+    if key in stats.judged:
+        return False
+    stats.judged[key] = JudgedCase(
+        dtype_of(case), getattr(case, "layout", ""), getattr(case, "batch", 1), slots_of(case) or 0, decisive
+    )
+    stats.cases = (stats.cases or 0) + 1
+    return True
+
+
+def elements(count: int) -> None:
+    """Record that ``count`` numbers were compared within a finite bound."""
+    stats = _current.get()
+    if stats is not None:
+        stats.elements += int(count)
+
+
+def launches(count: int = 1) -> None:
+    """Record ``count`` calls whose results were compared bit by bit with those of earlier calls."""
+    stats = _current.get()
+    if stats is not None:
+        stats.launches += int(count)
 
 
 def case() -> None:
-    """Record that a property's test judged a result."""
+    """Record that a property's test judged a result of which `judged_case` does not know."""
     stats = _current.get()
     if stats is not None:
         stats.cases = (stats.cases or 0) + 1

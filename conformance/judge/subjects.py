@@ -119,6 +119,11 @@ class Subject:
     def fields(self) -> tuple[str, ...]:
         return (*self.numbers, *self.choices)
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The declared dtypes in which the function is to be judged."""
+        return capabilities.current().dtypes
+
     def draw(self, aspect: str, **more: Any) -> st.SearchStrategy[Any]:
         """The cases of a property."""
         return self.cases(**{**self.aspects[aspect], **more})
@@ -190,9 +195,10 @@ class Subject:
             if not self._ends_early(error, name):
                 raise
         finally:
-            dtype = str(case.dtype).removeprefix("torch.")
-            judged, choice = self._judged(inner, name), name in self.choices
-            stats.include(inner, judged=judged, choice=choice, decides=decides, dtype=dtype, sizes=stats.sizes_of(case))
+            stats.include(
+                inner, judged=self._judged(inner, name), choice=name in self.choices, decides=decides, case=case,
+                subject=str(self),
+            )
 
     def _check(self, module: Any, case: Any, name: str, inner: stats.Stats, results: Results | None) -> None:
         """Judge one field, and record in `inner`. A case in which everything is right runs once for all fields."""
@@ -251,6 +257,10 @@ class Fp8Subject(Subject):
     scales: tuple[str, ...] = ("key_scale", "value_scale")
     variant: str = "fp8"
     also: bool = True
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return capabilities.current().fp8
 
     def result(self, module: Any, inputs: dict[str, Any]) -> Any:
         from ..harness.impl import Method, NotProvided

@@ -9,6 +9,7 @@ from kvtwin.conformance.harness import environment, verdict
 from kvtwin.conformance.harness.report import build_report
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import PROPERTIES
+from kvtwin.conformance.judge.stats import JudgedCase
 
 #: A text that sets the title of the page, if the page does not escape it.
 HOSTILE = "</script></title></svg><script>document.title='it ran'</script>" + (
@@ -26,6 +27,7 @@ def passed(count: int) -> list[Result]:
         Result(
             f"every_method/test_file_{number % 40}.py::test_it[{METHODS[number % 4]}.decode_attention-output-{number}]",
             method=METHODS[number % 4], kind="equivalence", duration=0.01, touched=True, answered=3, cases=3,
+            judged={f"{number}": JudgedCase(dtypes[number % 3], "contiguous", 2, 48, 19)}, elements=1000, launches=3,
             judges=names[number % 11], subject=f"{METHODS[number % 4]}.decode_attention", judged_field="output",
             worst={dtypes[number % 3]: 10.0 ** (-number % 7 - 6)},
             decisions=20, decisive=19, utilisation=0.01, shapes={f"{'DGS'[number % 3]} {4 ** (number % 5)}": 0.01},

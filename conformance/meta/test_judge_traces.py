@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from kvtwin.conformance.cases.case import DecodeCase, StateTrace, WindowCase
+from kvtwin.conformance.cases.case import Case, DecodeCase, StateTrace, WindowCase
 from kvtwin.conformance.judge import lockstep, mismatch, stats
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import (
@@ -170,9 +170,9 @@ def test_sizes_of_cases(case, sizes):
 
 def test_errors_are_recorded_by_size():
     with stats.collect() as seen:
-        for used, sizes in ((0.5, ["D 64", "G 4"]), (0.25, ["D 64", "G 1"])):
-            inner = stats.Stats(bound_utilisation=used)
-            stats.include(inner, judged=True, choice=False, decides=False, dtype="float32", sizes=sizes)
-        stats.include(stats.Stats(bound_utilisation=9.0), judged=True, choice=True, decides=False, dtype="float32",
-                      sizes=["D 64"])
+        for used, group in ((0.5, 4), (0.25, 1)):
+            inner, case = stats.Stats(bound_utilisation=used), Case(head_dim=64, group=group)
+            stats.include(inner, judged=True, choice=False, decides=False, case=case, subject="f")
+        stats.include(stats.Stats(bound_utilisation=9.0), judged=True, choice=True, decides=False,
+                      case=Case(head_dim=64, seed=1), subject="f")
     assert seen.shapes == {"D 64": 0.5, "G 4": 0.5, "G 1": 0.25}

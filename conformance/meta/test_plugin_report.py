@@ -17,6 +17,7 @@ pytest_plugins = ["pytester"]
 # One test of every outcome. Their claim ids are in the ledger, but they do not test these claims.
 EVERY_OUTCOME = """
 import pytest
+from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge import stats
 from kvtwin.conformance.harness.impl import NotProvided
 
@@ -29,6 +30,10 @@ def test_passes(twins):
     stats.utilisation(0.0625)
     stats.utilisation(0.03125)
     stats.adjudicated(2)
+    for _ in range(2):
+        stats.judged_case(DecodeCase(slots=9, batch=2), "decode_attention")
+    stats.elements(12)
+    stats.launches()
 
 @pytest.mark.kind("equivalence")
 def test_fails(twins):
@@ -131,8 +136,9 @@ def test_json_report_of_each_test(run, pytester):
     assert passed == {
         "method": "longflow", "kind": "equivalence", "claims": [], "outcome": "passed", "decisions": 40, "decisive": 39,
         "utilisation": 0.0625, "adjudicated": 2, "touched": False, "answered": 0, "refused": {}, "missing": {},
-        "judges": None, "subject": None, "judged_field": None, "cases": 0, "worst": {}, "shapes": {}, "drift": {},
-        "wrong": 0, "finding": {}, "message": "",
+        "judges": None, "subject": None, "judged_field": None, "cases": 1, "worst": {}, "shapes": {}, "drift": {},
+        "wrong": 0, "finding": {}, "message": "", "elements": 12, "launches": 1, "dtypes": {"float32": 1},
+        "layouts": {"contiguous": 1}, "rows": 2, "slots": 9, "lacking": {},
     }  # fmt: skip
     outcomes = {name: test["outcome"] for name, test in by_name.items()}
     assert outcomes == {
@@ -157,7 +163,7 @@ def test_results_come_from_other_processes(pytester):
     result.stdout.fnmatch_lines(["longflow  1, 1 failed  0, 1 n/p * 97.5 % * inf % * 2", "*1 not provided in *"])
     report = json.loads(pytester.path.joinpath("out.json").read_text())
     assert (report["totals"]["passed"], report["totals"]["failed"], report["totals"]["not_provided"]) == (1, 1, 1)
-    assert report["tests"][0]["decisions"] == 40
+    assert report["tests"][0]["decisions"] == 40 and report["tests"][0]["dtypes"] == {"float32": 1}
 
 
 def test_html_report_has_json_beside_it(run, pytester):

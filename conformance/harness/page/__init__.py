@@ -14,6 +14,7 @@ from typing import Any
 
 from ... import discovery
 from ...judge.properties import PROPERTIES
+from .. import power
 from ..results import FAILED
 from ..verdict import NOT_COVERED, RIGHT, WRONG
 from . import details, plots
@@ -92,6 +93,10 @@ def _verdicts(report: Values) -> Iterator[str]:
         else:
             unfolded = overall["verdict"] == WRONG or len(found) <= MOST_TABLES
             yield fold(f"{text(method)}: {_overall(overall)}", shown, shown=unfolded)
+    if found:
+        yield f'<p class="soft">{text(power.ABOUT)}</p>'
+    if found and report["environment"]["device"].startswith("cpu"):
+        yield f'<p class="soft">{text(power.ON_A_CPU.capitalize())}.</p>'
 
 
 def _overview(report: Values) -> str:
@@ -109,23 +114,27 @@ def _overview(report: Values) -> str:
 
 def _properties(method: str, properties: Mapping[str, Values]) -> str:
     rows = ((name(judged), *_property(one), _says(judged, one)) for judged, one in properties.items())
-    numbers = ("cases", "decisive", "of bound")
+    numbers = ("judged", "wrong (95 %)", "of bound")
     heads = ("property", "verdict", *numbers, "what it says")
     return table(heads, rows, label=f"Verdict on {method} by property", numbers=numbers, long=("what it says",))
 
 
 def _property(one: Values) -> tuple[str, ...]:
-    counts = [f"{one['wrong']:,} wrong"] if one["wrong"] else []
-    counts += [f"{one['decisive']:,} of {one['decisions']:,}"] if one["decisions"] else []
+    counts = f"{power.short(one[one['unit']])} {one['unit']}"
+    if one["wrong"]:
+        of = f", {one['decisive']:,} of {one['decisions']:,} decisive" if one["decisions"] else ""
+        counts = f"{one['wrong']:,} wrong{of}"
+    fewer = power.fewer_than(one["limit"])
     worst = max(one["worst"].items(), key=lambda pair: (pair[1] is None, pair[1] or 0.0), default=None)
     used = "-" if worst is None else f"{of_bound(worst[1])} ({text(worst[0])})"
     verdict = badge(one["verdict"], ", as expected" if one["expected"] else "")
-    return verdict, f"{one['cases']:,}", ", ".join(counts) or "-", used
+    return verdict, counts, f"fewer than {fewer}" if fewer else "-", used
 
 
 def _says(judged: str, one: Values) -> str:
     """What the property is, and why the verdict is not "right"."""
-    about = f'<span class="soft">{text(PROPERTIES[judged])}</span>'
+    sizes = power.sizes(one)
+    about = f'<span class="soft">{text(PROPERTIES[judged])}{text(f"; {sizes}" if sizes else "")}</span>'
     if one["verdict"] == RIGHT:
         different = f"none wrong, {one['adjudicated']:,} different but legal<br>" if judged == "traces" else ""
         return different + about

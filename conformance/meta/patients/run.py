@@ -19,8 +19,6 @@ from ...interpreter import INTERPRET
 # next run would get a second copy of its classes.
 from ...judge import attribution  # noqa: F401
 
-#: The attribute of a test in which Hypothesis stores its settings.
-SETTINGS = "_hypothesis_internal_use_settings"
 #: Of each test, at most: enough to judge each property, and few enough for many patients.
 EXAMPLES = 4
 
@@ -57,10 +55,10 @@ def verdict_of(
         def pytest_collection_finish(self, session: pytest.Session) -> None:
             quick = settings.get_profile("quick")
             for test in {getattr(item, "obj", None) for item in session.items}:
-                own = getattr(test, SETTINGS, None)
+                own = getattr(test, draws.SETTINGS, None)
                 if own is not None:
                     few = min(own.max_examples, EXAMPLES)
-                    monkeypatch.setattr(test, SETTINGS, settings(
+                    monkeypatch.setattr(test, draws.SETTINGS, settings(
                         own, max_examples=few, phases=quick.phases, derandomize=quick.derandomize, database=None,
                     ))
 
