@@ -46,7 +46,8 @@ def assert_repeats(subject: Subject, module: Any, case: Case, process: fresh.Pro
         wrong = [name for name, digest in fresh.digests(expected).items() if answer.get(name) != digest]
         if wrong:
             fail(f"{', '.join(wrong)} of a launch in a fresh process: {answer.get('error', 'other bits than here')}")
-    stats.case()
+        stats.launches(1)
+    stats.judged_case(case, str(subject))
 
 
 def _ways(call: Callable[[], Fields], device: torch.device) -> Iterator[tuple[str, Iterator[Fields]]]:
@@ -121,6 +122,7 @@ def _assert_same_bits(launches: Iterator[Fields], expected: Mapping[str, Tensor]
             other = bits(tensor) != bits(expected[name])
             differs[name] |= other
             wrong[name] += other.any()
+    stats.launches(count)
     for name, mask in differs.items():
         launched = int(wrong[name])
         if launched:
@@ -144,7 +146,7 @@ def assert_state_repeats(subject: StateSubject, module: Any, trace: StateTrace, 
         for how, before, fill in (("beside another stream", load.add, None), ("with other memory", load.add, 0xFF)):
             for number, fields in enumerate(outputs(before, fill)):
                 _assert_same_bits(iter([fields]), expected[number], f"of launch {number} {how}")
-    stats.case()
+    stats.judged_case(trace, str(subject))
 
 
 def _played(state: Any, trace: StateTrace, before: Callable[[], None]) -> Iterator[Fields]:

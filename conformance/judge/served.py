@@ -10,16 +10,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
 
 from ...reference._validate_scales import FP8
+from .. import capabilities
 from ..cases import draws, strategies, supported
 from ..cases.case import Case, StateTrace
-from . import checkers, pieces
+from . import checkers, pieces, stats
 from .subjects import StateSubject, Subject
 
 #: Query heads, KV heads and head_dim of Qwen3-8B and Llama-3.1-8B, GPT-OSS, Qwen3-0.6B to 1.7B, Qwen3-14B and Gemma-2B.
@@ -59,10 +62,10 @@ def cases(subject: Subject, aspect: str) -> Iterator[Case]:
     start = number_of(subject) + count * CORE.index(aspect) if core else number_of(subject, aspect)
     for number, (model, (batch, slots), dtype) in enumerate(_sizes(subject, start, count)):
         assert subject.sized is not None
-        more = varied[(start + number) % len(varied)] if varied else {}
-        case = _drawn(
-            subject.draw(aspect, **{subject.sized: (slots, slots)}, **more), number_of(subject, aspect, number, "drawn")
-        )
+        more = [varied[(start + number) % len(varied)]] if varied else []
+        case = _drawn([
+            subject.draw(aspect, **{subject.sized: (slots, slots)}, **one) for one in (*more, {})
+        ], number_of(subject, aspect, number, "drawn"))
         case = _with_sizes(case, model, batch, dtype, number_of(subject, aspect, number) % 2**31)
         if _fits(case):
             yield case
@@ -73,7 +76,7 @@ def _sizes(subject: Subject, start: int, count: int) -> list[tuple[Any, Any, Any
     each in the next one."""
     models = [model for model in MODELS if _declared(*model)] or [_nearest()]
     sizes = list(dict.fromkeys(filter(None, (_declared_size(*size, subject.longest) for size in SIZES))))
-    dtypes = supported.dtypes(DTYPES)
+    dtypes = _dtypes()
     if draws.shares_kernels():  # the kernels of this shape are compiled anyway
         models, dtypes, count = models[:1], dtypes[:1], min(count, len(sizes))
     both = [
@@ -82,6 +85,12 @@ def _sizes(subject: Subject, start: int, count: int) -> list[tuple[Any, Any, Any
     ]
     found = [(*both[(start + number) % len(both)], sizes[number % len(sizes)]) for number in range(count)]
     return [(model, size, dtype) for model, dtype, size in found]
+
+
+def _dtypes() -> list[torch.dtype]:
+    """The declared ones of DTYPES, or those that are declared."""
+    declared = [getattr(torch, name) for name in capabilities.current().dtypes]
+    return [dtype for dtype in DTYPES if dtype in declared] or declared
 
 
 def _declared(query_heads: int, key_value_heads: int, head_dim: int) -> bool:
@@ -104,21 +113,29 @@ def _declared_size(batch: int, slots: int, longest: int | None) -> tuple[int, in
     return (supported.rows(batch), last * unit) if last >= first else None
 
 
-def _drawn(strategy: st.SearchStrategy[Any], number: int) -> Any:
-    """An example that is not the simplest one, which Hypothesis draws first. Raises Unsatisfiable."""
+def _drawn(strategies: Sequence[st.SearchStrategy[Any]], number: int) -> Any:
+    """An example of the first of these strategies that has one. Raises NotProvided if none has, which depends on what
+    the implementation declares. The example is not the simplest one, which Hypothesis draws first."""
+    from ..harness.impl import NotProvided
+
     found: list[Any] = []
+    refused = stats.Stats()
+    for strategy in strategies:
 
-    @seed(number)
-    @settings(
-        max_examples=2, phases=[Phase.generate], database=None, deadline=None, derandomize=False,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(strategy)
-    def collect(example: Any) -> None:
-        found.append(example)
+        @seed(number)
+        @settings(
+            max_examples=2, phases=[Phase.generate], database=None, deadline=None, derandomize=False,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(strategy)
+        def collect(example: Any) -> None:
+            found.append(example)
 
-    collect()
-    return found[-1]
+        with stats.collect(refused), suppress(Unsatisfiable):
+            collect()
+        if found:
+            return found[-1]
+    raise NotProvided(", ".join(refused.refused) or "a case of these sizes")
 
 
 def _with_sizes(case: Any, model: Sequence[int], batch: int, dtype: torch.dtype, numbers: int) -> Any:
@@ -148,13 +165,13 @@ def traces(subject: StateSubject) -> Iterator[StateTrace]:
     """Traces of a state: a prompt of padded rows, then STEPS steps at ROWS rows; one in each dtype."""
     start, only = number_of(subject), checkers.ask(subject.method, "HEAD_DIMS", None)
     models = [model for model in MODELS if _declared(*model) and (only is None or model[2] in only)]
-    dtypes = supported.dtypes(DTYPES)
+    dtypes = _dtypes()
     if draws.shares_kernels():
         models, dtypes = models[:1], dtypes[:1]
     for number, dtype in enumerate(dtypes):
         strategy = strategies.state_traces(subject.method, prompt=True, padding=("random", "left_padding"), layout=(
             "contiguous",), content=strategies.DECIDED, max_budget=64, max_prompt=PROMPT)
-        trace = _drawn(strategy, number_of(subject, number))
+        trace = _drawn([strategy], number_of(subject, number))
         model = models[(start + number) % len(models)] if models else _nearest()
         trace = _with_sizes(trace, model, supported.rows(ROWS), dtype, number_of(subject, "trace", number) % 2**31)
         yield dataclasses.replace(trace, steps=STEPS, layers=min(trace.layers, 2))

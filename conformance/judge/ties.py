@@ -23,8 +23,7 @@ def tie_classes(key: Tensor, value: Tensor, occupied: Tensor, *, per_head: bool 
         bits, zero = bits.view(batch * heads, slots, -1), zero.view(batch * heads, slots)
     else:
         bits, zero = bits.transpose(1, 2).reshape(batch, slots, -1), zero.all(1)
-    holds = occupied.reshape(-1, slots)
-    return torch.stack([_classes(*row) for row in zip(bits, zero, holds, strict=True)]).view(occupied.shape)
+    return _classes(bits, zero, occupied.reshape(-1, slots)).view(occupied.shape)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -33,22 +32,33 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _classes(bits: Tensor, zero: Tensor, holds: Tensor) -> Tensor:
-    """One row: bits [S, n], zero and holds [S] -> the lowest equal slot [S]."""
-    slots = bits.shape[0]
-    index = torch.arange(slots, device=bits.device)
-    # Rows with equal hashes are then compared bit by bit.
-    factor = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 0x9E3779B97F4A7C1 | 1
+    """bits [R, S, n], zero and holds [R, S] -> the lowest equal slot of the row, [R, S]."""
+    slots = bits.shape[1]
+    index = torch.arange(slots, device=bits.device).expand(zero.shape)
+    # Slots with equal hashes are then compared bit by bit.
+    factor = torch.arange(1, bits.shape[2] + 1, device=bits.device) * 0x9E3779B97F4A7C1 | 1
     factor = factor * (factor >> 29 ^ factor)
     found = (bits * factor).sum(-1)
-    lowest = _lowest_equal(found.where(holds & ~zero, index), index)
-    lowest = torch.where((bits[lowest] == bits).all(-1) & holds & ~zero, lowest, index)
+    named = holds & ~zero
+    lowest = _lowest_equal(found.where(named, index))
+    same = (bits.gather(1, lowest[..., None].expand(bits.shape)) == bits).all(-1)
+    lowest = torch.where(same & named, lowest, index)
     empty = holds & zero
-    return torch.where(empty, index.where(empty, slots).min(), lowest)
+    return torch.where(empty, index.where(empty, slots).amin(-1, keepdim=True), lowest)
 
 
-def _lowest_equal(values: Tensor, index: Tensor) -> Tensor:
-    inverse = values.unique(return_inverse=True)[1]
-    return index.new_full(index.shape, len(index)).scatter_reduce(0, inverse, index, "amin")[inverse]
+def _lowest_equal(values: Tensor) -> Tensor:
+    """For each of values [R, S], the lowest index in its row of an equal one."""
+    ordered, order = values.sort(dim=-1, stable=True)
+    return torch.zeros_like(order).scatter(-1, order, order.gather(-1, _first_of_run(ordered)))
+
+
+def _first_of_run(ordered: Tensor) -> Tensor:
+    """For each place of a sorted tensor, the place of the first equal value of its row."""
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    index = torch.arange(ordered.shape[-1], device=ordered.device).expand(ordered.shape)
+    return index.where(begins, 0).cummax(-1).values
 
 
 def rank_in_class(tie: Tensor, among: Tensor) -> Tensor:
@@ -56,10 +66,7 @@ def rank_in_class(tie: Tensor, among: Tensor) -> Tensor:
     index = torch.arange(tie.shape[-1], device=tie.device)
     name = tie.where(among, tie.shape[-1] + index)                          # others are alone in their class
     ordered, order = name.sort(dim=-1, stable=True)
-    begins = torch.ones_like(among)
-    begins[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    first = index.expand(tie.shape).where(begins, 0).cummax(-1).values
-    return torch.zeros_like(order).scatter(-1, order, index - first)
+    return torch.zeros_like(order).scatter(-1, order, index - _first_of_run(ordered))
 
 
 def members_chosen(tie: Tensor, chosen: Tensor) -> Tensor:
