@@ -21,8 +21,9 @@ from .calls import copies, returned
 from .compare import fail
 from .subjects import StateSubject, Subject
 
-#: Launches one after another, beside a second stream, with other contents and addresses of memory, from a graph.
-IDLE, LOADED, ELSEWHERE, REPLAYED = 40, 30, 15, 20
+#: Launches one after another, beside work on a second stream, on a second stream, with other contents and addresses of
+#: memory, from a graph.
+IDLE, LOADED, APART, ELSEWHERE, REPLAYED = 40, 30, 10, 15, 20
 
 Fields = dict[str, Tensor]
 
@@ -59,10 +60,24 @@ def _ways(call: Callable[[], Fields], device: torch.device) -> Iterator[tuple[st
 
     yield "of launches one after another", (call() for _ in range(IDLE))
     yield "of launches beside another stream", (loaded() for _ in range(LOADED))
+    yield "of launches on another stream", (_apart(call, device) for _ in range(APART))
     yield "of launches with other contents of memory", (_elsewhere(call, number, device) for number in range(ELSEWHERE))
     graph = _captured(call, device)
     if graph is not None:
         yield "of replays of a CUDA graph", graph
+
+
+def _apart(call: Callable[[], Fields], device: torch.device) -> Fields:
+    if device.type == "cpu":
+        return call()
+    stream, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        found = call()
+    here.wait_stream(stream)
+    for tensor in found.values():
+        tensor.record_stream(here)
+    return found
 
 
 def _elsewhere(call: Callable[[], Fields], number: int, device: torch.device) -> Fields:

@@ -144,9 +144,10 @@ def process():
 #: A launch that differs, and what the message says of it.
 ILL = {
     "the 7th": (lambda found, launch: found._replace(score=found.score + (launch == 7)), "score of launches one after"),
-    "the 60th": (lambda found, launch: found._replace(score=-found.score) if launch == 60 else found, "another stream"),
-    "the 80th, its sign of zero": (
-        lambda found, launch: found._replace(output=found.output * (-1) ** (launch == 80)), "other contents of memory"
+    "the 60th": (lambda found, launch: found._replace(score=-found.score) if launch == 60 else found, "beside another"),
+    "the 75th": (lambda found, launch: found._replace(slot=found.slot ^ (launch == 75)), "on another stream"),
+    "the 90th, its sign": (
+        lambda found, launch: found._replace(output=found.output * (-1) ** (launch == 90)), "other contents of memory"
     ),
     "every one": (lambda found, launch: found._replace(score=found.score + launch), "40 of 40 launches"),
     "in another process": (lambda found, launch: found._replace(score=found.score + 1), "in a fresh process"),
@@ -164,7 +165,7 @@ def test_a_launch_with_other_bits_is_found(ill, process):
 def test_a_hundred_launches_are_counted(process):
     with stats.collect() as counted:
         repeats.assert_repeats(DECODE, Kernel(lambda found, _: found), case(), process)
-    on_a_cpu = repeats.IDLE + repeats.LOADED + repeats.ELSEWHERE + 1
+    on_a_cpu = repeats.IDLE + repeats.LOADED + repeats.APART + repeats.ELSEWHERE + 1
     assert counted.launches == on_a_cpu and on_a_cpu + repeats.REPLAYED > 100 and counted.cases == 1
 
 
