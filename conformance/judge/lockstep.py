@@ -30,6 +30,7 @@ from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within
 from .fields import field
 from .oracle import upcast, upcast_all
 from .slot_order import InOrder
+from .unchanged import also, unchanged
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Adapter:
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Feed both states the prompt: query, key, value, and occupied unless all tokens are valid. Returns the output
         under test, the truth, and the error bound."""
-        more = checkers.extras(tested, prompt["query"], prompt["key"], prompt["value"])
+        more = also(checkers.extras(tested, prompt["query"], prompt["key"], prompt["value"]))
         output = tested.prefill(**prompt, **more)
         truth = reference.prefill(**upcast_all(prompt), **upcast_all(more))
         query, key, value, occupied = (whole(prompt)[name] for name in ("query", "key", "value", "occupied"))
@@ -145,7 +146,8 @@ class Lockstep:
         tokens = {"query": query, "key": key, "value": value}
         if occupied is not None:
             tokens["occupied"] = occupied
-        output, truth, bound = getattr(self.adapter, method)(self.tested, self.reference, tokens)
+        with unchanged(tokens, f"after {method} (an argument)"):
+            output, truth, bound = getattr(self.adapter, method)(self.tested, self.reference, tokens)
         with field("output"):
             assert_dtype(output, query.dtype, what="output")
             assert_within(output, truth, bound, what=f"{method}'s output")
@@ -162,7 +164,8 @@ class Lockstep:
         stats.at_step(self.summary.steps)
         when = f"at step {self.summary.steps}"
         more = checkers.extras(self.tested, query, key, value)
-        output = self.tested.step(query, key, value, **more)
+        with unchanged({"query": query, "key": key, "value": value, **more}, "after a step (an argument)"):
+            output = self.tested.step(query, key, value, **more)
         truth = self.reference.step(upcast(query), upcast(key), upcast(value), **upcast_all(more))
         self.summary.add(
             self.adapter.before_slots(self.tested, self.reference, {"query": query, "key": key, "value": value})
@@ -210,7 +213,8 @@ class Lockstep:
 
     def reorder(self, index: Tensor) -> None:
         rows = {name: tensor.index_select(0, index) for name, tensor in self._rows().items()}
-        self.tested.reorder(index)
+        with unchanged({"index": index}, "after reorder (an argument)"):
+            self.tested.reorder(index)
         self.reference.reorder(index)
         self.adapter.reorder(index)
         self.compare("after reorder")
