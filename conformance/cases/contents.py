@@ -119,6 +119,7 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
     """Make a mask of occupied slots, [B, S] or [B, Hkv, S] bool.
 
     "stairs": the last S / 4 slots of the second row, and the last S / 16 of the third; at least one in each row.
+    "stairs_down": the first ones, so that padding comes last.
     """
     slots, device = shape[-1], generator.device
     index = torch.arange(slots, device=device).expand(shape)
@@ -127,9 +128,10 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
         return torch.rand(shape, generator=generator, device=device) < 0.7
     if kind == "left_padding":
         return index >= draw
-    if kind == "stairs":
+    if kind in ("stairs", "stairs_down"):
         row = torch.arange(shape[0], device=device).view(-1, *[1] * (len(shape) - 1))
-        return index >= slots - (slots // 4**row).clamp_min(1)
+        count = (slots // 4**row).clamp_min(1)
+        return index >= slots - count if kind == "stairs" else index < count
     if kind == "one_free":
         return index != draw
     if kind == "one_token":

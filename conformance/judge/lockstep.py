@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import capabilities
+from ..cases import paged_states
 from ..cases.case import DecodeCase, StateTrace
 from . import bounds, checkers, host, stats
 from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within, fail, gathered
@@ -343,17 +344,25 @@ def layers_of(
 def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = None) -> Summary:
     """Run a drawn trace on both sides. `tested` is the method's module of the implementation under test."""
     on_host = host.judges(trace)
+    if trace.pages:
+        tested = paged_states.in_strided_pages(tested, checkers.state_name(trace.method), trace.pages)
     both = layers_of(
         trace.method, tested, reference, config=trace.options, layers=trace.layers, on_host=on_host, **trace.sizes
     )
     here = host.copied if on_host else lambda value: value
-    layers = range(trace.layers)
+    layers, turns, step = range(trace.layers), dict(trace.turns), 0
     if trace.prompt:
         both.prefill([here(trace.prompt_of(layer)) for layer in layers])
-    for step in range(trace.steps):
+    while step < trace.steps:
         if step == trace.reset_at:
             both.reset()
         if step == trace.reorder_at:
             both.reorder(here(trace.order))
-        both.step([here(trace.step_inputs(step, layer)) for layer in layers])
+        if step in turns:
+            both.layers[0].append_block(**here(trace.turn_inputs(step, turns[step])))
+        else:
+            both.step([here(trace.step_inputs(step, layer)) for layer in layers])
+        step += turns.get(step, 1)
+    for state in tested.made if trace.pages else ():
+        paged_states.assert_only_own_slots_were_written(state.pages, state.config.budget + 1)
     return both.summary

@@ -19,7 +19,7 @@ from ..fields import field
 from . import epikv_hybrids, epikv_scores
 
 __all__ = [
-    "DEFAULTS", "GROUPINGS", "KEEPS_PROMPTS", "SAME", "SMALL", "Adapter", "arguments", "assert_inside", "configs",
+    "DECIDING", "DEFAULTS", "GROUPINGS", "KEEPS_PROMPTS", "SAME", "SMALL", "Adapter", "arguments", "assert_inside", "configs",
     "extras", "parts",
 ]
 
@@ -28,6 +28,7 @@ BY_ENTROPY = {"tau": 2, "edges": (0.8, 0.88), "segments_by": "entropy"}
 #: Prompt tokens may be evicted, so small budgets are allowed.
 SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
 KEEPS_PROMPTS = True
+DECIDING = {"window": 5}
 #: Section 3.3, eq. 2 and 3, has the window. Section 2 classifies by sparsity; table 1 has "segment entropy".
 DEFAULTS = {
     "policy": "epikv", "window": 64, "tau": 128, "chunk": 128, "recent": None, "keep_prompt": True,
