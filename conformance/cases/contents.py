@@ -60,6 +60,16 @@ def fill(
         key = key[:, :, :1].expand(key.shape)
     elif content == "identical":
         key, value = key[:, :, :1].expand(key.shape), value[:, :, :1].expand(value.shape)
+    elif content == "odd_keys":
+        # A token in two of ordinary size, the others zero, tiny and huge.
+        half = 10.0 if dtype == torch.float16 else 60.0
+        factor = torch.tensor([1.0, 0.0, 1.0, 2.0**-half, 1.0, 2.0**half], device=key.device)
+        order = torch.randperm(slots, generator=generator, device=generator.device)
+        key = key * factor[order % len(factor), None]
+    elif content == "rows_of_sizes":
+        half = 10.0 if dtype == torch.float16 else 100.0
+        row = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
+        key = key * torch.exp2(half * (row % 3 - 1))
     elif content == "integers":
         query, key, value = query.round(), key.round(), value.round()
     elif content == "zero_query":

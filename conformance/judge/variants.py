@@ -24,7 +24,6 @@ from .. import capabilities, discovery
 from ..cases import strategies, supported
 from ..cases.case import StateTrace
 from ..cases.layouts import MIXED
-from ..harness.impl import NotProvided
 from . import checkers, lockstep, stats
 
 #: A trace unless a variant says otherwise: rows of different ages, three KV heads, more tokens than a small budget.
@@ -85,12 +84,40 @@ GENERIC = (
 )
 
 
+#: Those of states that take blocks of tokens at any time.
+BLOCKS = (
+    variant("second-turn", {"block_size": 3}, turns=((1, 4),)),
+    variant("turns-of-strides", {"block_size": 2}, turns=((0, 1), (3, 3)), layout="sliced", padding="random"),
+    variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3),
+    variant("one-block", {"block_size": 32}),
+    variant("budget-of-1", budget=1, steps=4),
+    variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
+    variant(
+        "full-beyond-2048-slots", {"block_size": 2100}, **ONE | {"batch": 2, "padding": "stairs"}, budget=2051,
+        prompt=2053, steps=2,
+    ),
+)
+#: Those of states that may evict once in several tokens.
+INTERVALS = (
+    variant("interval", {"interval": 3, "block_size": 5}, steps=11),
+    variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),)),
+    variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
+)
+
+
 def of(method: str) -> list[Variant]:
     """The variants of a method: GENERIC and its own."""
     own = checkers.ask(method, "VARIANTS", ())
     names = [one.name for one in own]
     assert len(set(names)) == len(names), f"{method} has two variants of one name"
     return [*(one for one in GENERIC if one.name not in names), *own]
+
+
+def _lacking(what: str) -> Exception:
+    """The error for what the implementation under test does not provide."""
+    from ..harness.impl import NotProvided
+
+    return NotProvided(what)
 
 
 def trace_of(found: discovery.Pair, one: Variant, seed: int, device: torch.device) -> StateTrace:
@@ -131,7 +158,7 @@ def _lengths(trace: dict[str, Any]) -> dict[str, int]:
     can, prompt = capabilities.current(), trace["prompt"]
     unit = can.slots_multiple_of
     if can.max_slots is not None and prompt + trace["steps"] > can.max_slots:
-        raise NotProvided(f"{prompt + trace['steps']} tokens (not declared: max_slots)")
+        raise _lacking(f"{prompt + trace['steps']} tokens (not declared: max_slots)")
     return {"prompt": -(-prompt // unit) * unit}
 
 
@@ -148,7 +175,7 @@ def _options(found: discovery.Pair, one: Variant, tokens: int) -> dict[str, Any]
     others = supported.undeclared(given, made)
     lacking = sorted(others.keys() & one.options.keys())
     if lacking:
-        raise NotProvided(f"{one} (not declared: {', '.join(lacking)})")
+        raise _lacking(f"{one} (not declared: {', '.join(lacking)})")
     for values in itertools.product(*others.values()):
         chosen = {**given, **dict(zip(others, values, strict=True))}
         try:
@@ -158,7 +185,7 @@ def _options(found: discovery.Pair, one: Variant, tokens: int) -> dict[str, Any]
                 raise
             continue
         return chosen
-    raise NotProvided(f"{one} (not declared: {', '.join(others)})")
+    raise _lacking(f"{one} (not declared: {', '.join(others)})")
 
 
 def check(found: discovery.Pair, one: Variant, module: Any, device: torch.device) -> None:
@@ -168,9 +195,9 @@ def check(found: discovery.Pair, one: Variant, module: Any, device: torch.device
     for number in range(MOST_SEEDS):
         trace = trace_of(found, one, _seed(found, one, number), device)
         if trace.pages and "pages" not in inspect.signature(state).parameters:
-            raise NotProvided(f"{module}.{state.__name__}: pages")
+            raise _lacking(f"{module}.{state.__name__}: pages")
         if trace.turns and not hasattr(state, "append_block"):
-            raise NotProvided(f"{module}.{state.__name__}.append_block")
+            raise _lacking(f"{module}.{state.__name__}.append_block")
         lockstep.run(trace, module)
         counted = stats.current()
         if counted is None or not counted.vacuous:
