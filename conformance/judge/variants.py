@@ -92,10 +92,6 @@ BLOCKS = (
     variant("one-block", {"block_size": 32}),
     variant("budget-of-1", budget=1, steps=4),
     variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
-    variant(
-        "full-beyond-2048-slots", {"block_size": 2100}, **ONE | {"batch": 2, "padding": "stairs"}, budget=2051,
-        prompt=2053, steps=2,
-    ),
 )
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
@@ -106,11 +102,8 @@ INTERVALS = (
 
 
 def of(method: str) -> list[Variant]:
-    """The variants of a method: GENERIC and its own."""
-    own = checkers.ask(method, "VARIANTS", ())
-    names = [one.name for one in own]
-    assert len(set(names)) == len(names), f"{method} has two variants of one name"
-    return [*(one for one in GENERIC if one.name not in names), *own]
+    """The variants of a method: GENERIC and its own. Of several with one name, the last one."""
+    return list({one.name: one for one in (*GENERIC, *checkers.ask(method, "VARIANTS", ()))}.values())
 
 
 def _lacking(what: str) -> Exception:
@@ -171,7 +164,7 @@ def _options(found: discovery.Pair, one: Variant, tokens: int) -> dict[str, Any]
         **checkers.ask(found.name, "DECIDING", {}), **one.options,
     }
     if "max_tokens" in inspect.signature(made).parameters and "max_tokens" not in one.options:
-        given["max_tokens"] = -(-(tokens + 1) // 8) * 8
+        given["max_tokens"] = max(24, -(-(tokens + 1) // 8) * 8)
     others = supported.undeclared(given, made)
     lacking = sorted(others.keys() & one.options.keys())
     if lacking:

@@ -38,7 +38,7 @@ CACHES: dict[str, dict[str, Any]] = {
 #: Frequencies for any head_dim. The last angles are small.
 FREQUENCIES = (1.0, 0.3, 0.07, 0.004)
 VARIANTS = (
-    *BLOCKS,
+    *BLOCKS, variant("budget-of-1", {"sinks": 0}, budget=1, steps=4),
     variant("rotated-keys", {"inv_freq": FREQUENCIES, "sinks": 2}, turns=((3, 2),)),
     variant("rotated-keys-without-sinks", {"inv_freq": FREQUENCIES, "sinks": 0}, padding="random", steps=11),
 )
