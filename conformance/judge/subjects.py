@@ -31,8 +31,6 @@ from .unchanged import unchanged
 EXTREME = ("overflow_88", "many_87", "all_below_104", "extreme_1e4", "tiny_values", "all_zero_values", "zero_query")
 #: Contents with tokens whose scores are equal in any arithmetic.
 TIED = ("duplicates", "identical", "equal_keys")
-#: Slots of a large case: several tiles of every kernel.
-LARGE = (299, 300)
 
 #: What free slots hold, in turns.
 POISONS = ("nan", "inf", "largest", "stale", "zero")
