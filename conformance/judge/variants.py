@@ -1,9 +1,9 @@
 """Variants: what a state can do, each judged in lockstep by one trace.
 
 A method's checker declares its variants once, in the table VARIANTS, with a row for each: options of the config, and
-the trace that reaches what these options do. GENERIC has those of every method. So a mistake that needs certain options,
-sizes or contents is met by construction, rather than when they happen to be drawn. Traces are wide in shape and small in
-everything else, since a program of the interpreter takes a millisecond.
+the trace that reaches what these options do. GENERIC has those of every method. So a mistake that needs certain
+options, sizes or contents is met by construction, rather than when they happen to be drawn. Traces are wide in shape
+and small in everything else, since a program of the interpreter takes a millisecond.
 
 The state under test may declare less (`Capabilities`). Then it gets what is next to a variant: fewer rows, other heads,
 no padding. If it takes none of the variant's options, it does not provide the variant.
@@ -68,15 +68,14 @@ GENERIC = (
         "rows-in-another-order-and-reset", batch=3, key_value_heads=2, group=1, prompt=16, steps=10, reorder_at=2,
         reset_at=8, long=False,
     ),
-    variant("padding-comes-last", padding="stairs_down"),
+    variant("padding-comes-last", padding="stairs_down", long=False),
     variant("padding-anywhere-and-strides", padding="random", layout=MIXED),
     variant("no-prompt", prompt=0, steps=14),
     variant("five-heads-in-groups-of-three", **ONE | {"key_value_heads": 5, "group": 3}, prompt=9, steps=4),
     variant("nine-heads", **ONE | {"key_value_heads": 9}, prompt=9, steps=4),
     variant("many-periods", **ONE | {"prompt": 7, "steps": 40}),
-    *(variant(f"prompt-of-{tokens}", **ONE, prompt=tokens, steps=2, budget=budget) for tokens, budget in (
-        (33, 20), (65, 40), (129, 31)
-    )),
+    *(variant(f"prompt-of-{tokens}", **ONE, prompt=tokens, steps=2, budget=budget, long=tokens > 33)
+      for tokens, budget in ((33, 20), (65, 40), (129, 31))),
     *(variant(f"budget-of-{budget}", **ONE, prompt=budget + 3, steps=3, budget=budget) for budget in (33, 64, 129)),
     variant("float16", dtype=torch.float16),
     variant("bfloat16-in-wide-heads", dtype=torch.bfloat16, head_dim=64, key_value_heads=1),
@@ -96,7 +95,7 @@ BLOCKS = (
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
     variant("interval", {"interval": 3, "block_size": 5}, steps=11),
-    variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),)),
+    variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),), long=False),
     variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
 )
 

@@ -47,7 +47,8 @@ GROUPINGS = ({"kernel_size": 1}, {"kernel_size": 7})
 VARIANTS = (
     *(variant(f"layers-{layers}", {"window": 3, "kernel_size": 5, "tau2": tau}, layers=layers, budget=9, prompt=24)
       for layers, tau in ((2, 1.0), (3, 0.02))),
-    variant("pool-at-the-window", {"window": 3, "kernel_size": 7, "gamma": 0.0}, budget=14, prompt=12, steps=16),
+    variant("pool-at-the-window", {"window": 3, "kernel_size": 7, "gamma": 0.0}, budget=14, prompt=12, steps=16,
+            long=False),
     variant("pool-at-a-full-window", {"window": 4, "kernel_size": 5}, budget=12, prompt=14, padding="random", steps=9),
     variant("whole-batch", {"whole_batch": True, "window": 2, "tau1": 0.4}, layers=2, prompt=18, padding="none"),
 )

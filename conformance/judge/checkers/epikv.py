@@ -58,7 +58,7 @@ VARIANTS = (
     }, steps=12, padding="random", batch=3),
     *(variant(f"{policy}-in-five-heads", {"policy": policy, "window": 4, "chunk": 3}, **ONE | {
         "key_value_heads": 5, "batch": 2, "padding": "stairs",
-    }, steps=12) for policy in ("kv_key", "kv_val", "lag_kv")),
+    }, steps=12, long=policy == "lag_kv") for policy in ("kv_key", "kv_val", "lag_kv")),
 )
 
 

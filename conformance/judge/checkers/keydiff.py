@@ -55,13 +55,13 @@ VARIANTS = (
     *BLOCKS,
     *(variant(f"odd-keys-with-{recent}-recent", {"recent": recent, "refresh": 2}, content="odd_keys", steps=9)
       for recent in (0, 2)),
-    variant("odd-keys-beside-free-slots", content="odd_keys", budget=24, padding="random"),
+    variant("odd-keys-beside-free-slots", content="odd_keys", budget=24, padding="random", long=False),
     variant("recent-and-turns", {"recent": 3, "block_size": 4}, turns=((2, 3),), padding="random"),
     variant("mean-of-keys-of-any-size", {"anchor": "mean"}, content="rows_of_sizes", batch=3, padding="none"),
     *(variant(f"{anchor}-{similarity}", {"anchor": anchor, "similarity": similarity, "recent": number % 2})
       for number, (anchor, similarity) in enumerate(itertools.product(ANCHORS, SIMILARITIES)) if number),
     variant("carried-sums", {"refresh": 4}, steps=12),
-    variant("pages", {"refresh": 3}, pages=4, steps=9),
+    variant("pages", {"refresh": 3}, pages=4, steps=9, long=False),
     variant("pages-and-turns", {"anchor": "mean", "recent": 1}, pages=3, turns=((2, 3),), padding="random"),
     variant("pages-of-several-tiles", **ONE, pages=5, budget=70, prompt=75, steps=4),
 )

@@ -57,7 +57,7 @@ VARIANTS = (
         f"fragments-of-{key_bits}-and-{value_bits}-bits-in-groups-of-{group}",
         {"key_bits": key_bits, "value_bits": value_bits, "group": group, "residual": residual}, **ONE | {
             "head_dim": head_dim, "group": heads, "dtype": dtype, "prompt": prompt, "steps": 2,
-        },
+        }, long=prompt > 200,
     ) for key_bits, value_bits, group, residual, head_dim, heads, dtype, prompt in FRAGMENTS),
     variant("two-bits", {"key_bits": 2, "value_bits": 2, "group": 16, "residual": 16}, prompt=30),
     variant("two-and-four-bits", {"key_bits": 2, "value_bits": 4, "group": 8, "residual": 8}, padding="random"),

@@ -13,8 +13,8 @@ from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, VARIANTS, 
 
 __all__ = [
     "BUDGET", "CASES", "COMPILED", "DEFAULTS", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SAME", "SMALL", "VARIANTS",
-    "Adapter", "arguments", "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept", "parts",
-    "replay", "weight_interval",
+    "Adapter", "arguments", "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept",
+    "parts", "replay", "weight_interval",
 ]
 
 CASES = (SetsCase,)

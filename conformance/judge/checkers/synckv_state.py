@@ -36,7 +36,8 @@ VARIANTS = (
     variant("phase", {"stride": 3, "phase": 2, "clusters": 3, "rho": 0.25}, steps=11),
     variant("all-static", {"rho": 1.0, "stride": 2}, padding="random"),
     variant("nothing-static", {"rho": 0.0, "stride": 2, "clusters": 2}, steps=9),
-    variant("offload-lists-turn-over", {"stride": 1, "rho": 0.0, "offload": True}, budget=2, prompt=20, steps=12),
+    variant("offload-lists-turn-over", {"stride": 1, "rho": 0.0, "offload": True}, budget=2, prompt=20, steps=12,
+            long=False),
     variant("offload-and-union", {"stride": 2, "offload": True, "clusters": 2, "union_clusters": True}, steps=10),
     variant("offload-and-strides", {"stride": 2, "offload": True}, padding="random", layout="spread", steps=9),
 )

@@ -66,7 +66,7 @@ VARIANTS = (
         {**dict(zip(("tau", "group", "block", "retention"), shape, strict=True)),
          "formats": dict(zip("RET", formats.split(), strict=True)), "sparsity_of": ("heads", "mean")[number % 2]},
         budget=2 * shape[0], prompt=4 * shape[0] + 3, steps=shape[0] + 3, key_value_heads=1 + number % 3,
-        padding=("random", "stairs")[number % 2], **more,
+        padding=("random", "stairs")[number % 2], long=number > 0, **more,
     ) for number, (shape, formats, more) in enumerate(SHAPES)),
     variant("segments-end-within-a-group", {"tau": 6, "group": 4, "block": 2, "retention": (4, 2)}, prompt=0, steps=20,
             padding="none", budget=12),
