@@ -325,7 +325,9 @@ LAYER_FACTORS = (1.0, 0.125, 0.5, 0.0)
 class StateTrace(Case):
     """A run of a method's State: a prompt of `prompt` tokens (0: none), then `steps` decode steps.
 
-    reorder_at, reset_at: the steps before which the state is reordered by `order`, or reset; -1: never.
+    reorder_at, reset_at: the steps before which the state is reordered by `order`, or reset; -1: never. turns: pairs
+    (step, n): the tokens of the n steps from `step` on come as one block, by `append_block`. pages: slots of a page, if
+    the state's tokens lie in pages (`paged_states.in_strided_pages`); 0: in tensors of its own.
 
     config: the keyword arguments of the method's config, as a tuple of pairs, so that traces are hashable. padding:
     the prompt's occupancy ("none": no mask). Tensors: prompt_query [B, Hq, T, D], prompt_key, prompt_value
@@ -345,6 +347,8 @@ class StateTrace(Case):
     steps: int = 1
     reorder_at: int = -1
     reset_at: int = -1
+    turns: tuple[tuple[int, int], ...] = ()
+    pages: int = 0
     layers: int = 1
 
     @property
@@ -427,6 +431,15 @@ class StateTrace(Case):
         return token
 
 
+    def turn_inputs(self, step: int, tokens: int) -> dict[str, Tensor]:
+        """Keyword arguments of State.append_block: the tokens of `tokens` steps from `step` on."""
+        self.used()
+        block = {name: self.tensor(name)[:, :, step:step + tokens] for name in ("query", "key", "value")}
+        if self.layout == "contiguous":
+            return {name: tensor.contiguous() for name, tensor in block.items()}
+        return block
+
+
 def _of_layer(layer: int) -> str:
     return f"{layer}." if layer else ""
 
@@ -473,6 +486,8 @@ def from_description(fields: dict[str, Any]) -> Case:
         fields["config"] = tuple(
             (name, tuple(value) if isinstance(value, list) else value) for name, value in fields["config"]
         )
+    if "turns" in fields:
+        fields["turns"] = tuple(map(tuple, fields["turns"]))
     return KINDS[fields.pop("kind")](**fields)
 
 

@@ -60,6 +60,16 @@ def fill(
         key = key[:, :, :1].expand(key.shape)
     elif content == "identical":
         key, value = key[:, :, :1].expand(key.shape), value[:, :, :1].expand(value.shape)
+    elif content == "odd_keys":
+        # A token in two of ordinary size, the others zero, tiny and huge.
+        half = 10.0 if dtype == torch.float16 else 60.0
+        factor = torch.tensor([1.0, 0.0, 1.0, 2.0**-half, 1.0, 2.0**half], device=key.device)
+        order = torch.randperm(slots, generator=generator, device=generator.device)
+        key = key * factor[order % len(factor), None]
+    elif content == "rows_of_sizes":
+        half = 10.0 if dtype == torch.float16 else 100.0
+        row = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
+        key = key * torch.exp2(half * (row % 3 - 1))
     elif content == "integers":
         query, key, value = query.round(), key.round(), value.round()
     elif content == "zero_query":
@@ -119,6 +129,7 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
     """Make a mask of occupied slots, [B, S] or [B, Hkv, S] bool.
 
     "stairs": the last S / 4 slots of the second row, and the last S / 16 of the third; at least one in each row.
+    "stairs_down": the first ones, so that padding comes last.
     """
     slots, device = shape[-1], generator.device
     index = torch.arange(slots, device=device).expand(shape)
@@ -127,9 +138,10 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
         return torch.rand(shape, generator=generator, device=device) < 0.7
     if kind == "left_padding":
         return index >= draw
-    if kind == "stairs":
+    if kind in ("stairs", "stairs_down"):
         row = torch.arange(shape[0], device=device).view(-1, *[1] * (len(shape) - 1))
-        return index >= slots - (slots // 4**row).clamp_min(1)
+        count = (slots // 4**row).clamp_min(1)
+        return index >= slots - count if kind == "stairs" else index < count
     if kind == "one_free":
         return index != draw
     if kind == "one_token":

@@ -65,6 +65,38 @@ def module_of(method: Any, state: str, layout: PagedLayout, *, more: int = 0) ->
     return SimpleNamespace(**{state: construct}, made=made)
 
 
+def strided_pages(
+    page_size: int, *, batch: int, slots: int, key_value_heads: int, head_dim: int, dtype: torch.dtype,
+    device: torch.device | str,
+) -> Pages:
+    """Pages whose keys, values and table have strides of their own, with memory between values and further columns of
+    the table."""
+    sizes: dict[str, Any] = {
+        "batch": batch, "slots": slots, "key_value_heads": key_value_heads, "head_dim": head_dim, "dtype": dtype,
+        "device": device,
+    }
+    key, _, table = empty_pages(PagedLayout(page_size), **sizes)
+    value = empty_pages(PagedLayout(page_size, "heads_first", apart=True), **sizes).value_cache
+    wide = torch.cat((table, torch.full_like(table, -1)), 1)
+    return Pages(key.transpose(1, 3).contiguous().transpose(1, 3), value, wide.t().contiguous().t())
+
+
+def in_strided_pages(method: Any, state: str, page_size: int) -> Any:
+    """A stand-in for a method's module, whose states get `strided_pages` of their own, for a slot more than the budget.
+    `made` lists them."""
+    real, made = getattr(method, state), []
+
+    def construct(config: Any, *, batch: int, key_value_heads: int, head_dim: int, **options: Any) -> Any:
+        sizes = {"batch": batch, "key_value_heads": key_value_heads, "head_dim": head_dim}
+        pages = strided_pages(
+            page_size, slots=config.budget + 1, **sizes, dtype=options["dtype"], device=options["device"]
+        )
+        made.append(real(config, **sizes, **options, pages=pages))
+        return made[-1]
+
+    return SimpleNamespace(**{state: construct}, made=made)
+
+
 def move(pages: Pages, seed: int) -> None:
     """Move every page to another place of the cache, and change the block table in place."""
     count = pages.key_cache.shape[0]

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.draws import at_least
-from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, state_traces
-from kvtwin.conformance.judge import bounds, checkers, lockstep
+from kvtwin.conformance.cases.strategies import VANISHING, state_traces
+from kvtwin.conformance.judge import bounds, checkers, lockstep, variants
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.oracle import attend
 
@@ -47,30 +46,15 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
         lockstep.run(dataclasses.replace(trace, content="ordinary"), module)
 
 
-@pytest.mark.slow_on_cpu
 @pytest.mark.property("state")
 @pytest.mark.kind("equivalence")
-@every_method
-@given(data=st.data())
-@settings(max_examples=max(at_least(3), settings().max_examples // 10))
-def test_rows_that_differ_keep_step_in_another_order_and_after_a_reset(pair, data, twins):
-    """Rows of different prompts go on in another order. Then the state is reset, and fed without a prompt. With
-    max_batch = 1, it is the order of one row."""
-    rows = supported.rows(3)
-    trace = data.draw(state_traces(
-        pair.name, prompt=True, padding=("stairs",), content=DECIDED, max_budget=8, max_prompt=12
-    ))  # fmt: skip
-    # Rows of at least 8, 2 and 1 tokens, and budgets of at least 5 unless they are declared.
-    options = trace.options
-    for name in checkers.with_budget(pair.name, 5):
-        options = {**options, name: supported.values(name, (max(5, options[name]),))[0]}
-    heads = supported.sizes("kv_heads", (max(2, trace.key_value_heads),))[0]
-    trace = dataclasses.replace(
-        trace, batch=rows, key_value_heads=heads, config=tuple(options.items()),
-        prompt=trace.prompt * -(-8 // trace.prompt), steps=10,
-        reorder_at=2, reset_at=8,
-    )
-    lockstep.run(trace, checkers.module(twins.optimized, pair))
+@pytest.mark.parametrize(("pair", "variant"), [
+    pytest.param(pair, one, id=f"{pair}-{one}", marks=(pytest.mark.slow_on_cpu,) if one.long else ())
+    for pair in discovery.methods() for one in variants.of(pair.name)
+])
+def test_a_variant_keeps_step(pair, variant, twins, device):
+    """All that a method can do, each at once: judge/variants.py."""
+    variants.check(pair, variant, checkers.module(twins.optimized, pair), device)
 
 
 @pytest.mark.property("state")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.harness.impl import NotProvided
-from kvtwin.conformance.judge import calls, mismatch, stats, subjects
+from kvtwin.conformance.judge import calls, mismatch, sizes, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.subjects import Results, StateSubject, Subject, check_each
 
@@ -146,9 +146,10 @@ def test_rows_and_heads_have_their_own_results(subject, field, data, twins, resu
 @given(data=st.data())
 @settings(max_examples=1)
 def test_large_tensors(subject, field, data, twins, results):
-    """Several tiles or splits, and a last one that is not full."""
-    case = data.draw(subject.draw("accuracy", **{subject.sized: subjects.LARGE}))
-    subject.check(subject.module(twins.optimized), case, field, results=results)
+    """Several tiles or splits, of which the last one is full, or not, or has a single slot: judge/sizes.py."""
+    check_each(sizes.cases(subject, data), lambda case: subject.check(
+        subject.module(twins.optimized), case, field, results=results
+    ))
 
 
 @pytest.mark.property("traces")

@@ -19,7 +19,7 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     # These import torch, which a run that only collects tests does not need.
     from ..cases import case as cases
     from ..cases import failures
-    from ..judge import attribution, compare, stats
+    from ..judge import attribution, compare, stats, unchanged
     from ..judge.subjects import Subject
 
     error = _unwrapped(error)
@@ -50,6 +50,8 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         found["wrong"] = error.wrong
     if isinstance(error, compare.WrongTie):
         return found | {"property": "ties"}
+    if isinstance(error, unchanged.ChangedInput) and field is None:
+        return found | {"property": "repeatability"}
     if field is None:
         # Without an assertion, the call itself failed, before anything was compared.
         return found if isinstance(error, AssertionError) else found | {"property": "accuracy"}

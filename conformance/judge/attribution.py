@@ -17,6 +17,7 @@ from ..cases import failures
 from ..cases.case import Case
 from . import compare, stats
 from .subjects import DISTINCTIONS, Subject, neutral
+from .unchanged import ChangedInput
 
 #: A subject's sizes, by the name of the case's field: beside its own size, a failure is sought in small ones.
 SIZES = {"slots": (2, 3, 5, 9), "tokens": (4, 6, 9)}
@@ -32,9 +33,11 @@ def property_of(
     """The property of which field `name` of the subject is wrong in `case`. own: that of the test that found it.
 
     error: the type of the error that it raised. "accuracy" or "decisions" if ordinary cases raise it as well, or
-    "state" if it is about what a state holds (`compare.Mismatch.of_state`).
+    "state" if it is about what a state holds (`compare.Mismatch.of_state`), or "repeatability" if it is about inputs
+    that a call changed.
     """
     base = "state" if of_state else "decisions" if name in subject.choices else "accuracy"
+    base = "repeatability" if issubclass(error, ChangedInput) else base
     end = time.monotonic() + MOST_SECONDS
     if case.content == "given":  # made from tensors: there is nothing to vary
         return own

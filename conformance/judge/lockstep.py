@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 
 from .. import capabilities
+from ..cases import paged_states
 from ..cases.case import DecodeCase, StateTrace
 from . import bounds, checkers, host, stats
 from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within, fail, gathered
 from .fields import field
 from .oracle import upcast, upcast_all
 from .slot_order import InOrder
+from .unchanged import also, unchanged
 
 
 @dataclass
@@ -73,7 +75,7 @@ class Adapter:
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Feed both states the prompt: query, key, value, and occupied unless all tokens are valid. Returns the output
         under test, the truth, and the error bound."""
-        more = checkers.extras(tested, prompt["query"], prompt["key"], prompt["value"])
+        more = also(checkers.extras(tested, prompt["query"], prompt["key"], prompt["value"]))
         output = tested.prefill(**prompt, **more)
         truth = reference.prefill(**upcast_all(prompt), **upcast_all(more))
         query, key, value, occupied = (whole(prompt)[name] for name in ("query", "key", "value", "occupied"))
@@ -145,7 +147,8 @@ class Lockstep:
         tokens = {"query": query, "key": key, "value": value}
         if occupied is not None:
             tokens["occupied"] = occupied
-        output, truth, bound = getattr(self.adapter, method)(self.tested, self.reference, tokens)
+        with unchanged(tokens, f"after {method} (an argument)"):
+            output, truth, bound = getattr(self.adapter, method)(self.tested, self.reference, tokens)
         with field("output"):
             assert_dtype(output, query.dtype, what="output")
             assert_within(output, truth, bound, what=f"{method}'s output")
@@ -162,7 +165,8 @@ class Lockstep:
         stats.at_step(self.summary.steps)
         when = f"at step {self.summary.steps}"
         more = checkers.extras(self.tested, query, key, value)
-        output = self.tested.step(query, key, value, **more)
+        with unchanged({"query": query, "key": key, "value": value, **more}, "after a step (an argument)"):
+            output = self.tested.step(query, key, value, **more)
         truth = self.reference.step(upcast(query), upcast(key), upcast(value), **upcast_all(more))
         self.summary.add(
             self.adapter.before_slots(self.tested, self.reference, {"query": query, "key": key, "value": value})
@@ -210,7 +214,8 @@ class Lockstep:
 
     def reorder(self, index: Tensor) -> None:
         rows = {name: tensor.index_select(0, index) for name, tensor in self._rows().items()}
-        self.tested.reorder(index)
+        with unchanged({"index": index}, "after reorder (an argument)"):
+            self.tested.reorder(index)
         self.reference.reorder(index)
         self.adapter.reorder(index)
         self.compare("after reorder")
@@ -339,17 +344,25 @@ def layers_of(
 def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = None) -> Summary:
     """Run a drawn trace on both sides. `tested` is the method's module of the implementation under test."""
     on_host = host.judges(trace)
+    if trace.pages:
+        tested = paged_states.in_strided_pages(tested, checkers.state_name(trace.method), trace.pages)
     both = layers_of(
         trace.method, tested, reference, config=trace.options, layers=trace.layers, on_host=on_host, **trace.sizes
     )
     here = host.copied if on_host else lambda value: value
-    layers = range(trace.layers)
+    layers, turns, step = range(trace.layers), dict(trace.turns), 0
     if trace.prompt:
         both.prefill([here(trace.prompt_of(layer)) for layer in layers])
-    for step in range(trace.steps):
+    while step < trace.steps:
         if step == trace.reset_at:
             both.reset()
         if step == trace.reorder_at:
             both.reorder(here(trace.order))
-        both.step([here(trace.step_inputs(step, layer)) for layer in layers])
+        if step in turns:
+            both.layers[0].append_block(**here(trace.turn_inputs(step, turns[step])))
+        else:
+            both.step([here(trace.step_inputs(step, layer)) for layer in layers])
+        step += turns.get(step, 1)
+    for state in tested.made if trace.pages else ():
+        paged_states.assert_only_own_slots_were_written(state.pages, state.config.budget + 1)
     return both.summary

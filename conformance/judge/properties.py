@@ -7,7 +7,7 @@ PROPERTIES = {
     "accuracy": "each number that it returns is within the bound of its arithmetic",
     "decisions": "what it evicts, keeps or chooses is right by scores within their bounds",
     "ties": "of equal tokens, it evicts the one with the lowest index first",
-    "repeatability": "the same call gives the same bits, whatever was called before",
+    "repeatability": "the same call gives the same bits, whatever was called before, and changes no argument",
     "independence": "rows and heads do not influence each other, nor does the place of a token",
     "free_slots": "free slots and padding influence nothing and are filled first",
     "extreme_numbers": "logits beyond the range of exp, zeros, subnormal numbers, infinite values",

@@ -25,13 +25,12 @@ from ..cases.case import Case, StateTrace
 from ..cases.layouts import LAYOUTS
 from . import checkers, compare, fields, host, lockstep, pieces, stats
 from .fields import Apart
+from .unchanged import unchanged
 
 #: Contents with logits beyond the range of exp, or scores that vanish.
 EXTREME = ("overflow_88", "many_87", "all_below_104", "extreme_1e4", "tiny_values", "all_zero_values", "zero_query")
 #: Contents with tokens whose scores are equal in any arithmetic.
 TIED = ("duplicates", "identical", "equal_keys")
-#: Slots of a large case: several tiles of every kernel.
-LARGE = (299, 300)
 
 #: What free slots hold, in turns.
 POISONS = ("nan", "inf", "largest", "stale", "zero")
@@ -157,7 +156,10 @@ class Subject:
         return checkers.module(side, checkers.pair(self.method))
 
     def call(self, module: Any, case: Any) -> Any:
-        return self.result(module, self.inputs(case))
+        """The result for a case. Raises unchanged.ChangedInput if the call changes the memory of its inputs."""
+        inputs = self.inputs(case)
+        with unchanged(inputs):
+            return self.result(module, inputs)
 
     def result(self, module: Any, inputs: dict[str, Any]) -> Any:
         """What the function returns for the `inputs` of a case, or for others like them."""

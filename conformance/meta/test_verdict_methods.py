@@ -65,6 +65,14 @@ def test_the_ill_is_named(method, judged):
     assert not_right(found) == lacking, shown(found)
 
 
+def test_a_function_that_clears_the_callers_padding_is_wrong_about_free_slots(judged):
+    found = judged("snapkv", {"compress": others.ClearsPadding()})
+    assert wrong(found) == {"free_slots"}, shown(found)
+    assert not not_right(found), shown(found)
+    first = found.properties["free_slots"].findings[0]
+    assert first["message"].startswith("key after the call (an input): ") and "kvtwin replay" in first["replay"]
+
+
 def test_the_reference_is_right_as_somebodys_module(tmp_path):
     """All functions and states of seven methods, with every property."""
     package = tmp_path / "theirs"

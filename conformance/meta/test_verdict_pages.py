@@ -56,8 +56,8 @@ def test_the_faulty_property_over_pages_is_named(patient, judged):
     found = judged("paged", paged_decode_attention=patient())
     named = set(OVER_PAGES[patient].split())
     assert wrong(found) == named, shown(found)
-    # Of several rows or heads, as most cases have, nothing else can be right.
-    assert "independence" in named or not not_right(found), shown(found)
+    # Of several rows or heads, as most cases have, nothing else can be right, nor of a call that changes its pages.
+    assert named & {"independence", "repeatability"} or not not_right(found), shown(found)
 
 
 @pytest.mark.parametrize("patient", OVER_FP8, ids=lambda patient: patient.__name__)

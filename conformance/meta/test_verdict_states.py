@@ -29,7 +29,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    "patient", [longflow_states.CountsOnAfterReset, longflow_states.IgnoresReorder],
+    "patient", [longflow_states.CountsOnAfterReset, longflow_states.IgnoresReorder, longflow_states.ScalesTheQuery],
     ids=lambda patient: patient.__name__,
 )
 def test_the_fault_of_a_state_is_named(patient, judged):

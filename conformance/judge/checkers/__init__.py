@@ -17,6 +17,8 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
   that say more for a budget from 2 on, for the laws (default: none);
 - `GROUPINGS`: a list of options, dicts, that change the shapes of a state;
 - `LAWS`: a list of further options, dicts, under which the laws are tested;
+- `VARIANTS`: what the method can do, `variants.Variant`, each of which lockstep judges, besides those that every method
+  has; one of the same name replaces that. `DECIDING`: options for all of them, if with `SMALL` scores decide little;
 - `PLAIN`: options with which a state multiplies queries and keys as they come (default: none needed);
 - `COMPILED`: a list of options, dicts, for which a state uses other kernels, for `compile_only`;
 - `arguments(device)`: values of required parameters that `tiny` does not know, by parameter name, with the sizes of
@@ -159,6 +161,13 @@ def every() -> dict[str, ModuleType]:
 def module(side: Any, found: discovery.Pair) -> Any:
     """The module of a pair in `twins.reference` or `twins.optimized`."""
     return reduce(getattr, found.path.split("."), side)
+
+
+def state_name(name: str) -> str:
+    """The name of a method's state."""
+    state = pair(name).state
+    assert state is not None
+    return state.__name__
 
 
 def pair(name: str) -> discovery.Pair:

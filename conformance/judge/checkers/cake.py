@@ -28,6 +28,7 @@ from ..compare import Verdict, assert_dtype, assert_kept_right, assert_within, f
 from ..fields import field
 from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties
+from ..variants import variant
 from .cake_bounds import Observed, observed, step_error
 from .epikv import assert_inside
 
@@ -41,6 +42,16 @@ DEFAULTS = {
 }
 SAME = ("kernel_size", "gamma", "tau1", "tau2", "whole_batch")
 GROUPINGS = ({"kernel_size": 1}, {"kernel_size": 7})
+
+
+VARIANTS = (
+    *(variant(f"layers-{layers}", {"window": 3, "kernel_size": 5, "tau2": tau}, layers=layers, budget=9, prompt=24)
+      for layers, tau in ((2, 1.0), (3, 0.02))),
+    variant("pool-at-the-window", {"window": 3, "kernel_size": 7, "gamma": 0.0}, budget=14, prompt=12, steps=16,
+            long=False),
+    variant("pool-at-a-full-window", {"window": 4, "kernel_size": 5}, budget=12, prompt=14, padding="random", steps=9),
+    variant("whole-batch", {"whole_batch": True, "window": 2, "tau1": 0.4}, layers=2, prompt=18, padding="none"),
+)
 
 
 def measured(budget: int) -> dict[str, Any]:

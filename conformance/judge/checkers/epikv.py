@@ -9,18 +9,19 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ....reference.epikv.contract import POLICIES, EpiKVConfig
+from ....reference.epikv.contract import BANDS, POLICIES, EpiKVConfig
 from ...cases import draws, tiny
 from ...cases.case import DecodeCase
 from .. import lockstep
 from ..bounds import Interval
 from ..compare import Verdict, assert_dtype, assert_eviction_right, assert_kept_right, assert_same, fail
 from ..fields import field
+from ..variants import ONE, variant
 from . import epikv_hybrids, epikv_scores
 
 __all__ = [
-    "DEFAULTS", "GROUPINGS", "KEEPS_PROMPTS", "SAME", "SMALL", "Adapter", "arguments", "assert_inside", "configs",
-    "extras", "parts",
+    "DECIDING", "DEFAULTS", "GROUPINGS", "KEEPS_PROMPTS", "SAME", "SMALL", "VARIANTS", "Adapter", "arguments",
+    "assert_inside", "configs", "extras", "parts",
 ]
 
 SEGMENTS = {"tau": 2, "edges": (0.3, 0.6), "sparsity_threshold": 0.3}
@@ -28,6 +29,7 @@ BY_ENTROPY = {"tau": 2, "edges": (0.8, 0.88), "segments_by": "entropy"}
 #: Prompt tokens may be evicted, so small budgets are allowed.
 SMALL = {"keep_prompt": False, "window": 3, "chunk": 2}
 KEEPS_PROMPTS = True
+DECIDING = {"window": 5}
 #: Section 3.3, eq. 2 and 3, has the window. Section 2 classifies by sparsity; table 1 has "segment entropy".
 DEFAULTS = {
     "policy": "epikv", "window": 64, "tau": 128, "chunk": 128, "recent": None, "keep_prompt": True,
@@ -38,6 +40,25 @@ SAME = ("window", "chunk", "policy")
 GROUPINGS = (
     {"policy": "lag_kv"}, {"policy": "kv_val"}, {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS},
     {"policy": "segment_hs", **BY_ENTROPY},
+)
+
+
+VARIANTS = (
+    variant("no-prompt", {"window": 7}, prompt=0, steps=24),
+    *(variant(f"{policy}", {"policy": policy, **(SEGMENTS if policy == "segment_hs" else {})}, padding="random")
+      for policy in POLICIES),
+    *(variant(f"{policy}-and-padding-that-comes-last", {
+        "policy": policy, "window": 7, **(SEGMENTS if policy == "segment_hs" else {}),
+    }, padding="stairs_down", prompt=20, steps=9) for policy in BANDS),
+    variant("segments-by-entropy", {"policy": "segment_hs", **BY_ENTROPY}, steps=12),
+    variant("bands", {"policy": "band_adaptive", "bands": (1, 3), "recent": 2}, key_value_heads=2),
+    variant("prompt-kept", {"keep_prompt": True, "count_prompt": False, "max_prompt": 14}, steps=12),
+    variant("prompt-kept-by-a-hybrid", {
+        "keep_prompt": True, "count_prompt": False, "max_prompt": 16, "policy": "attn_x_hs",
+    }, steps=12, padding="random", batch=3),
+    *(variant(f"{policy}-in-five-heads", {"policy": policy, "window": 4, "chunk": 3}, **ONE | {
+        "key_value_heads": 5, "batch": 2, "padding": "stairs",
+    }, steps=12, long=policy == "lag_kv") for policy in ("kv_key", "kv_val", "lag_kv")),
 )
 
 

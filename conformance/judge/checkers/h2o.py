@@ -14,6 +14,7 @@ from ...cases import block_cases, draws
 from ...cases.case import Case
 from .. import block_model
 from ..bounds import SLACK, UNIT, Arithmetic, Interval
+from ..variants import BLOCKS, INTERVALS, variant
 from . import blocks
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, received_error
@@ -23,6 +24,11 @@ CASES = blocks.ATTEND_CASES
 DEFAULTS = {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale": None}
 #: Also evicts after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
+VARIANTS = (
+    *BLOCKS, *INTERVALS,
+    variant("no-recent-tokens", {"recent": 0, "sinks": 2}, turns=((3, 2),)),
+    variant("all-but-one-protected", {"recent": 3, "sinks": 2, "interval": 2}, steps=9),
+)
 GROUPINGS = ({"interval": 3},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..fields import field
 from ..oracle import oracle, upcast, upcast_all
 from ..subjects import Fp8Subject, Subject, aspects
 from ..ties import tie_classes
+from ..variants import BLOCKS, ONE, variant
 from . import blocks
 from .blocks import Chunk
 from .keydiff_bounds import Keys, rank_error, score_error
@@ -47,6 +49,22 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 #: Options that allow small budgets, for the laws: see the package. Their prompts are one or two blocks long.
 SMALL = {"block_size": 6}
+
+
+VARIANTS = (
+    *BLOCKS,
+    *(variant(f"odd-keys-with-{recent}-recent", {"recent": recent, "refresh": 2}, content="odd_keys", steps=9)
+      for recent in (0, 2)),
+    variant("odd-keys-beside-free-slots", content="odd_keys", budget=24, padding="random", long=False),
+    variant("recent-and-turns", {"recent": 3, "block_size": 4}, turns=((2, 3),), padding="random"),
+    variant("mean-of-keys-of-any-size", {"anchor": "mean"}, content="rows_of_sizes", batch=3, padding="none"),
+    *(variant(f"{anchor}-{similarity}", {"anchor": anchor, "similarity": similarity, "recent": number % 2})
+      for number, (anchor, similarity) in enumerate(itertools.product(ANCHORS, SIMILARITIES)) if number),
+    variant("carried-sums", {"refresh": 4}, steps=12),
+    variant("pages", {"refresh": 3}, pages=4, steps=9, long=False),
+    variant("pages-and-turns", {"anchor": "mean", "recent": 1}, pages=3, turns=((2, 3),), padding="random"),
+    variant("pages-of-several-tiles", **ONE, pages=5, budget=70, prompt=75, steps=4),
+)
 
 
 def arguments(device: torch.device) -> dict[str, Any]:

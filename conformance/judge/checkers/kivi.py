@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....reference.baselines.kivi import dequantize, quantize
 from ...cases import tiny
+from ..variants import ONE, variant
 from . import quantized
 from .quantized import max_kept as max_kept
 
@@ -41,6 +42,27 @@ FORMS = {"four_bits": {"key_bits": 4, "value_bits": 4}}
 COMBINATIONS = (
     ((2, 2, 16, 16), (4, 4, 8, 8), (2, 4, 8, 8), (4, 2, 4, 4), (4, 4, 1, 3)) if not torch.cuda.is_available() else
     ((2, 2, 16, 128), (4, 4, 16, 32), (2, 4, 8, 24), (4, 2, 16, 16))
+)
+
+
+#: bits of keys and values, group, residual, head_dim, query heads per KV head, dtype, tokens of the prompt. Groups of
+#: 16-bit numbers in heads of 64 or 128 channels, up to several tiles of 128 tokens, have kernels of their own.
+FRAGMENTS = (
+    (2, 2, 32, 32, 128, 4, torch.bfloat16, 170), (4, 4, 32, 32, 128, 8, torch.bfloat16, 97),
+    (2, 4, 16, 16, 64, 2, torch.bfloat16, 150), (4, 2, 16, 16, 128, 5, torch.float16, 85),
+    (2, 2, 128, 128, 128, 1, torch.float16, 300), (4, 4, 128, 128, 128, 2, torch.bfloat16, 270),
+)
+VARIANTS = (
+    *(variant(
+        f"fragments-of-{key_bits}-and-{value_bits}-bits-in-groups-of-{group}",
+        {"key_bits": key_bits, "value_bits": value_bits, "group": group, "residual": residual}, **ONE | {
+            "head_dim": head_dim, "group": heads, "dtype": dtype, "prompt": prompt, "steps": 2,
+        }, long=prompt > 200,
+    ) for key_bits, value_bits, group, residual, head_dim, heads, dtype, prompt in FRAGMENTS),
+    variant("two-bits", {"key_bits": 2, "value_bits": 2, "group": 16, "residual": 16}, prompt=30),
+    variant("two-and-four-bits", {"key_bits": 2, "value_bits": 4, "group": 8, "residual": 8}, padding="random"),
+    variant("groups-of-one", {"group": 1, "residual": 3}, steps=9, padding="random"),
+    variant("several-groups", {"key_bits": 4, "value_bits": 2, "group": 4, "residual": 4}, prompt=21, steps=12),
 )
 
 

@@ -16,6 +16,7 @@ from .. import block_model
 from ..bounds import DIVISION, EXP, LOG, SLACK, UNIT, Interval, gamma
 from ..compare import fail
 from ..ties import tie_classes
+from ..variants import BLOCKS, INTERVALS, variant
 from . import blocks
 from .blocks import Chunk
 from .blocks import max_kept as max_kept
@@ -37,6 +38,12 @@ def small(budget: int) -> dict[str, Any]:
 
 
 LAWS = ({"interval": 3, "block_size": 5},)
+VARIANTS = (
+    *BLOCKS, *INTERVALS,
+    variant("sinks", {"lag": 3, "sinks": 2}, budget=9, prompt=20, turns=((3, 2),)),
+    variant("chunks-of-one", {"lag": 1, "interval": 2}, steps=9),
+    variant("chunks-in-several-periods", {"lag": 2, "sinks": 1, "interval": 3}, steps=16, padding="random"),
+)
 GROUPINGS = ({"interval": 3},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {

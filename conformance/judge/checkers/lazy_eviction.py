@@ -14,6 +14,7 @@ from ....reference.baselines.lazy_eviction import EPSILON
 from ...cases import draws
 from .. import block_model
 from ..bounds import DIVISION, EXP, FLUSH, SLACK, UNIT, Interval
+from ..variants import BLOCKS, INTERVALS, variant
 from . import blocks, raas
 from .blocks import Chunk
 from .blocks import max_kept as max_kept
@@ -31,6 +32,12 @@ def measured(budget: int) -> dict[str, Any]:
 
 
 LAWS = ({"interval": 3, "block_size": 5, "recent": 2},)
+VARIANTS = (
+    *BLOCKS, *INTERVALS,
+    variant("newest-protected", {"recent": 3, "alpha": 0.2}, turns=((3, 2),)),
+    variant("every-token-is-active", {"alpha": 0.0, "shifted": False, "interval": 2}, steps=9),
+    variant("not-shifted", {"shifted": False, "recent": 1}, padding="random"),
+)
 GROUPINGS = ({"interval": 3},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {

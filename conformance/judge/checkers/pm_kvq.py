@@ -14,6 +14,7 @@ from ....reference.baselines._validate_pmkvq import scale_dtype
 from ....reference.baselines.pm_kvq import dequantize, quantize
 from ...cases import tiny
 from ..compare import Verdict, fail
+from ..variants import variant
 from . import quantized
 from .quantized import max_kept as max_kept
 
@@ -38,6 +39,19 @@ AUTHORS = {"least_scale": 1e-5}
 COMBINATIONS = (
     ((4, 4, 1, 8), (3.5, 3, 0, 16), (9, 5, 2, 128), (16, 4, 1, 4), (5, 1, 1, 128)) if not GPU else
     ((2.75, 16, 1, 16), (6.4, 128, 1, 128), (4.5, 24, 0, 8), (9, 32, 4, 128))
+)
+
+
+VARIANTS = tuple(
+    variant(
+        f"bits-{bits}-window-{window}-sinks-{sinks}-group-{group}",
+        {"bits": bits, "window": window, "sinks": sinks, "group": group, "max_tokens": 36}, prompt=prompt, steps=12,
+        padding="random" if prompt % 2 else "stairs",
+    )
+    for (bits, window, sinks, group), prompt in zip(
+        ((4, 4, 1, 8), (3.5, 3, 0, 16), (9, 5, 2, 128), (16, 4, 1, 4), (5, 1, 1, 128)), (14, 21, 14, 15, 20),
+        strict=True,
+    )
 )
 
 

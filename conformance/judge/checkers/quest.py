@@ -20,6 +20,7 @@ from ..bounds import FLUSH, SLACK, TINY, UNITS, Interval, arithmetic, gamma
 from ..compare import Verdict, undecided
 from ..selections import assert_selected_right
 from ..ties import tie_classes
+from ..variants import ONE, variant
 
 EVICTS, SCORED = False, False
 SMALL: dict[str, Any] = {"page_size": 2, "max_tokens": 160 if torch.cuda.is_available() else 24}
@@ -34,6 +35,15 @@ DEFAULTS = {
 SAME = ("keep_last",)
 #: evaluation/quest_attention.py, which measures accuracy: "max(3, ...)", and the last page competes.
 AUTHORS = {"keep_last": False, "least_pages": 3}
+
+
+VARIANTS = (
+    variant("pages-of-three", {"page_size": 3, "keep_last": False, "least_pages": 3}, prompt=20),
+    variant("pages-of-one", {"page_size": 1, "round_scores": True}, padding="random"),
+    variant("rounded-scores", {"round_scores": True, "page_size": 4}, dtype=torch.bfloat16, prompt=24, budget=9),
+    variant("last-page-kept", {"page_size": 5, "least_pages": 2}, prompt=33, budget=12, padding="stairs_down"),
+    variant("many-pages", {"page_size": 2, "keep_last": False}, **ONE | {"prompt": 140, "steps": 3}, budget=20),
+)
 
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:

@@ -17,6 +17,7 @@ from ...cases import draws
 from .. import block_model
 from ..bounds import DIVISION, EXP, SLACK, UNIT, Interval, gamma
 from ..oracle import Attention
+from ..variants import BLOCKS, INTERVALS, ONE, variant
 from . import blocks
 from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
@@ -27,6 +28,14 @@ DEFAULTS = {
 }
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 LAWS: Sequence[dict[str, Any]] = ({"interval": 3, "block_size": 5},)
+VARIANTS = (
+    *BLOCKS, *INTERVALS,
+    # Equal keys are as redundant as each other only up to rounding, so that scores decide nothing.
+    variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="duplicates", budget=70, prompt=75, steps=4),
+    variant("redundancy-alone", {"mix_lambda": 0.0, "exempts_first": False}, turns=((3, 2),)),
+    variant("wide-window-and-pool", {"window": 4, "kernel_size": 5, "mix_lambda": 0.7}, budget=9, padding="random"),
+    variant("low-threshold-and-interval", {"threshold": 0.1, "interval": 2, "window": 9}, steps=9),
+)
 GROUPINGS = ({"interval": 3},)
 SCORES_WHEN_DUE = True
 #: See the package.

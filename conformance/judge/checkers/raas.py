@@ -17,6 +17,7 @@ from ..compare import Verdict, fail
 from ..compare_by_age import assert_kept_by_age_right
 from ..fields import field
 from ..mismatch import JudgeError
+from ..variants import BLOCKS, INTERVALS, variant
 from . import blocks, h2o
 from .blocks import Chunk
 from .blocks import max_kept as max_kept
@@ -30,6 +31,15 @@ FORMS = {"pages": {"alpha": None, "page_size": 8, "interval": 8}}
 #: Pages of two tokens.
 PAGES = {"alpha": None, "page_size": 2, "interval": 2}
 LAWS = ({"interval": 3, "block_size": 5, "recent": 2, "sinks": 1}, PAGES)
+VARIANTS = (
+    *BLOCKS, *INTERVALS,
+    variant("protected", {"sinks": 2, "recent": 1, "alpha": 0.2}, turns=((3, 2),)),
+    variant("the-oldest-leaves", {"alpha": 0.0, "interval": 2}, steps=9),
+    variant("pages", PAGES, steps=11),
+    variant("pages-with-sinks-and-a-longer-interval", {**PAGES, "sinks": 2, "recent": 1, "interval": 3},
+            budget=10, prompt=20, steps=11, turns=((2, 3),)),
+    variant("pages-of-one", {"alpha": None, "page_size": 1, "interval": 2}, padding="random", steps=9),
+)
 GROUPINGS = ({"interval": 3}, PAGES)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {

@@ -25,6 +25,7 @@ from ..fields import field
 from ..oracle import Attention, upcast_all
 from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties
+from ..variants import BLOCKS, INTERVALS, variant
 from . import blocks, h2o
 from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
@@ -39,6 +40,13 @@ GROUPINGS = ({"interval": 3},)
 #: In blocks, not as a whole prompt.
 COMPILED = ({"block_size": 2},)
 SCORES_WHEN_DUE = True
+
+
+VARIANTS = (
+    *BLOCKS, *INTERVALS,
+    variant("wide-window-and-pool", {"window": 5, "kernel_size": 7}, budget=12, prompt=26, padding="random"),
+    variant("window-beyond-the-budget", {"window": 9, "kernel_size": 1, "interval": 2}, steps=9),
+)
 
 
 def score_error(attention: Attention, allowed: Arithmetic, *, kernel_size: int, shared_heads: bool) -> Tensor:

@@ -21,6 +21,7 @@ from ..compare import assert_dtype, assert_same
 from ..fields import field
 from ..oracle import Attention, attend
 from ..subjects import Subject, aspects
+from ..variants import BLOCKS, variant
 from . import blocks
 from .blocks import Chunk
 
@@ -36,6 +37,11 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 #: Frequencies for any head_dim. The last angles are small.
 FREQUENCIES = (1.0, 0.3, 0.07, 0.004)
+VARIANTS = (
+    *BLOCKS, variant("budget-of-1", {"sinks": 0}, budget=1, steps=4),
+    variant("rotated-keys", {"inv_freq": FREQUENCIES, "sinks": 2}, turns=((3, 2),)),
+    variant("rotated-keys-without-sinks", {"inv_freq": FREQUENCIES, "sinks": 0}, padding="random", steps=11),
+)
 GROUPINGS = ({"inv_freq": FREQUENCIES},)
 PLAIN: dict[str, Any] = {"inv_freq": None}
 AUTHORS = {"rerotate_keys": True}

@@ -9,12 +9,12 @@ import torch
 from ...cases import tiny
 from ...cases.synckv_cases import SetsCase
 from .synckv_sets import assert_anticipation_right, assert_initial_right, replay, weight_interval
-from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, Adapter, bytes_of, configs, max_kept
+from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, VARIANTS, Adapter, bytes_of, configs, max_kept
 
 __all__ = [
-    "BUDGET", "CASES", "COMPILED", "DEFAULTS", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SAME", "SMALL", "Adapter",
-    "arguments", "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept", "parts",
-    "replay", "weight_interval",
+    "BUDGET", "CASES", "COMPILED", "DEFAULTS", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SAME", "SMALL", "VARIANTS",
+    "Adapter", "arguments", "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept",
+    "parts", "replay", "weight_interval",
 ]
 
 CASES = (SetsCase,)

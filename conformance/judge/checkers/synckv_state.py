@@ -19,6 +19,7 @@ from .. import bounds, lockstep
 from ..compare import Verdict, assert_same, fail
 from ..selections import assert_selected_right
 from ..ties import tie_classes
+from ..variants import variant
 from . import synckv_sets
 from .synckv_sets import weight_interval
 
@@ -27,6 +28,19 @@ SMALL = {"stride": 2, "clusters": 1, "max_tokens": 160 if torch.cuda.is_availabl
 #: Anticipates at every step, so that tests cover its operations.
 GROUPINGS = ({"stride": 1, "exclude_static": False}, {"stride": 1, "clusters": 2, "union_clusters": True})
 COMPILED = ({"offload": True},)
+
+
+VARIANTS = (
+    variant("one-stride", {"stride": 1, "exclude_static": False}, prompt=20),
+    variant("union", {"stride": 1, "clusters": 2, "union_clusters": True}, steps=9),
+    variant("phase", {"stride": 3, "phase": 2, "clusters": 3, "rho": 0.25}, steps=11),
+    variant("all-static", {"rho": 1.0, "stride": 2}, padding="random"),
+    variant("nothing-static", {"rho": 0.0, "stride": 2, "clusters": 2}, steps=9),
+    variant("offload-lists-turn-over", {"stride": 1, "rho": 0.0, "offload": True}, budget=2, prompt=20, steps=12,
+            long=False),
+    variant("offload-and-union", {"stride": 2, "offload": True, "clusters": 2, "union_clusters": True}, steps=10),
+    variant("offload-and-strides", {"stride": 2, "offload": True}, padding="random", layout="spread", steps=9),
+)
 
 
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:

@@ -13,11 +13,11 @@ from ...cases import tiny
 from ...cases.paged_cases import FORMATS, PagedCase, config_of
 from ...cases.thought_cases import SegmentCase, SparsityCase
 from . import thinkv_eviction, thinkv_paging, thinkv_thoughts
-from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, Adapter, bytes_of, configs, max_kept, poison
+from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, VARIANTS, Adapter, bytes_of, configs, max_kept, poison
 
 __all__ = [
     "CASES", "COMPILED", "DEFAULTS", "LONGEST", "LOSSY", "ON_THE_HOST", "SAME", "SCORED", "SMALL", "SUBJECTS",
-    "Adapter", "arguments", "bytes_of", "configs", "max_kept", "parts", "poison", "replay",
+    "VARIANTS", "Adapter", "arguments", "bytes_of", "configs", "max_kept", "parts", "poison", "replay",
 ]
 
 CASES = (PagedCase, SegmentCase, SparsityCase)

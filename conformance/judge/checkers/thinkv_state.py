@@ -23,6 +23,7 @@ from ....reference.thinkv.paging import in_order
 from ...cases import draws
 from .. import host, lockstep
 from ..compare import Verdict, assert_same, fail
+from ..variants import ONE, variant
 from . import thinkv_paging
 from .thinkv_eviction import assert_representatives_right
 
@@ -49,6 +50,28 @@ COMPILED = tuple(
         (FORMATS[0], PAPER | MEAN),
         *((formats, PAPER) for formats in (FORMATS[0], "nvfp4 int4 int2")),
     )
+)
+
+
+#: tau, group, block, retention, formats. Groups that do not divide a segment, blocks that do not divide a group, one
+#: level, segments that lose all tokens; the sizes for which fragments of 16-bit numbers have kernels of their own.
+SHAPES = (
+    ((6, 4, 2, (4, 2)), FORMATS[0], {}), ((10, 4, 3, (7, 7, 2)), FORMATS[2], {}), ((7, 1, 1, (5, 3)), FORMATS[1], {}),
+    ((8, 4, 2, (4, 0)), FORMATS[3], {}), ((6, 8, 8, (3,)), FORMATS[0], {}),
+    ((16, 16, 8, (8, 4, 1)), FORMATS[0], {"head_dim": 64, "dtype": torch.bfloat16}),
+)
+VARIANTS = (
+    *(variant(
+        f"segments-of-{shape[0]}-{shape[1]}-{shape[2]}",
+        {**dict(zip(("tau", "group", "block", "retention"), shape, strict=True)),
+         "formats": dict(zip("RET", formats.split(), strict=True)), "sparsity_of": ("heads", "mean")[number % 2]},
+        budget=2 * shape[0], prompt=4 * shape[0] + 3, steps=shape[0] + 3, key_value_heads=1 + number % 3,
+        padding=("random", "stairs")[number % 2], long=number > 0, **more,
+    ) for number, (shape, formats, more) in enumerate(SHAPES)),
+    variant("segments-end-within-a-group", {"tau": 6, "group": 4, "block": 2, "retention": (4, 2)}, prompt=0, steps=20,
+            padding="none", budget=12),
+    variant("three-heads-in-many-chunks", {"tau": 16, "group": 8, "block": 2, "retention": (8, 4)},
+            **ONE | {"key_value_heads": 3}, prompt=96, steps=3, budget=96),
 )
 
 

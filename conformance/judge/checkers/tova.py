@@ -17,6 +17,7 @@ from .. import block_model
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, gamma
 from ..compare import assert_same
 from ..oracle import Attention
+from ..variants import BLOCKS, INTERVALS, variant
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, equal_keys, log_sum_interval, received, received_error
@@ -25,6 +26,11 @@ from .blocks import max_kept as max_kept
 CASES = blocks.ATTEND_CASES
 DEFAULTS = {"per_head": True, "interval": 1, "block_size": 128, "scale": None}
 LAWS = h2o.LAWS[1:]
+VARIANTS = (
+    *BLOCKS, *INTERVALS,
+    variant("heads-together", {"per_head": False}, turns=((3, 2),)),
+    variant("heads-together-and-interval", {"per_head": False, "interval": 3}, padding="random", steps=11),
+)
 GROUPINGS = (*h2o.GROUPINGS, {"per_head": False})
 arguments, variants = h2o.arguments, h2o.variants
 #: See the package.

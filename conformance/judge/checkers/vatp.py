@@ -13,6 +13,7 @@ from ....reference.baselines import vatp
 from ...cases.case import Case
 from .. import block_model
 from ..bounds import FLUSH, SLACK, UNIT, Interval, gamma
+from ..variants import variant
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
 from .blocks import Chunk
@@ -20,6 +21,9 @@ from .blocks import max_kept as max_kept
 
 CASES = blocks.ATTEND_CASES
 DEFAULTS = {"recent": None, "sinks": 1, "interval": 1, "block_size": 128, "scale": None}
+VARIANTS = (
+    *h2o.VARIANTS, variant("zero-values", {"recent": 0}, content="zero_values"),
+)
 LAWS, GROUPINGS = h2o.LAWS, h2o.GROUPINGS
 arguments, variants = h2o.arguments, h2o.variants
 AUTHORS = {"sinks": 20}

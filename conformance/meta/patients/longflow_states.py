@@ -169,6 +169,15 @@ class IgnoresReorder(LongFlow):
         pass
 
 
+class ScalesTheQuery(LongFlow):
+    """A step scales the caller's query in place."""
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = super().step(query, key, value)
+        query.mul_(self._scale)
+        return output
+
+
 class SecondBestAtTimes(LongFlow):
     """Every fourth step, once all slots are full, it names the slot with the second lowest score."""
 

@@ -110,6 +110,18 @@ class PoolsTheWindow(Compress):
         return functional.avg_pool1d(received, width, stride=1, padding=width // 2)[..., :-window]
 
 
+class ClearsPadding(Compress):
+    """Wrong: it writes zeros to the padding of the caller's keys."""
+
+    def __call__(
+        self, query_window: Tensor, key: Tensor, value: Tensor, budget: int, *, occupied: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        if occupied is not None:
+            key.masked_fill_(~occupied[:, None, :, None], 0)
+        return super().__call__(query_window, key, value, budget, occupied=occupied, **options)
+
+
 # H2O ------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,204 @@
+"""Variants: what a state can do, each judged in lockstep by one trace.
+
+A method's checker declares its variants once, in the table VARIANTS, with a row for each: options of the config, and
+the trace that reaches what these options do. GENERIC has those of every method. So a mistake that needs certain
+options, sizes or contents is met by construction, rather than when they happen to be drawn. Traces are wide in shape
+and small in everything else, since a program of the interpreter takes a millisecond.
+
+The state under test may declare less (`Capabilities`). Then it gets what is next to a variant: fewer rows, other heads,
+no padding. If it takes none of the variant's options, it does not provide the variant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .. import capabilities, discovery
+from ..cases import strategies, supported
+from ..cases.case import StateTrace
+from ..cases.layouts import MIXED
+from . import checkers, lockstep, stats
+
+#: A trace unless a variant says otherwise: rows of different ages, three KV heads, more tokens than a small budget.
+BUSY: dict[str, Any] = {
+    "batch": 2, "key_value_heads": 3, "group": 2, "padding": "stairs", "prompt": 14, "steps": 7, "reorder_at": 4,
+}
+BUDGET = 6
+#: One row and one head, whose prompt is whole.
+ONE: dict[str, Any] = {"batch": 1, "key_value_heads": 1, "group": 1, "padding": "none", "reorder_at": -1}
+#: A trace that decided too little is run again with other numbers, at most so many times.
+MOST_SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a table of variants.
+
+    name: unique in its method, part of the test's name. options: of the config, besides a small `budget`
+    (checkers.small) and `max_tokens`, which covers the trace. trace: fields of StateTrace that differ from BUSY. long:
+    the profile quick leaves it out on a CPU.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    trace: Mapping[str, Any] = field(default_factory=dict)
+    budget: int = BUDGET
+    long: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def variant(name: str, options: Mapping[str, Any] | None = None, *, budget: int = BUDGET, long: bool = True,
+            **trace: Any) -> Variant:
+    """A variant, with the fields of its trace as keyword arguments."""
+    return Variant(name, options or {}, trace, budget, long)
+
+
+#: The variants of every method.
+GENERIC = (
+    variant(
+        "rows-in-another-order-and-reset", batch=3, key_value_heads=2, group=1, prompt=16, steps=10, reorder_at=2,
+        reset_at=8, long=False,
+    ),
+    variant("padding-comes-last", padding="stairs_down", long=False),
+    variant("padding-anywhere-and-strides", padding="random", layout=MIXED),
+    variant("no-prompt", prompt=0, steps=14),
+    variant("five-heads-in-groups-of-three", **ONE | {"key_value_heads": 5, "group": 3}, prompt=9, steps=4),
+    variant("nine-heads", **ONE | {"key_value_heads": 9}, prompt=9, steps=4),
+    variant("many-periods", **ONE | {"prompt": 7, "steps": 40}),
+    *(variant(f"prompt-of-{tokens}", **ONE, prompt=tokens, steps=2, budget=budget, long=tokens > 33)
+      for tokens, budget in ((33, 20), (65, 40), (129, 31))),
+    *(variant(f"budget-of-{budget}", **ONE, prompt=budget + 3, steps=3, budget=budget) for budget in (33, 64, 129)),
+    variant("float16", dtype=torch.float16),
+    variant("bfloat16-in-wide-heads", dtype=torch.bfloat16, head_dim=64, key_value_heads=1),
+    variant("equal-tokens", content="duplicates"),
+)
+
+
+#: Those of states that take blocks of tokens at any time.
+BLOCKS = (
+    variant("second-turn", {"block_size": 3}, turns=((1, 4),)),
+    variant("turns-of-strides", {"block_size": 2}, turns=((0, 1), (3, 3)), layout="sliced", padding="random"),
+    variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3),
+    variant("one-block", {"block_size": 32}),
+    variant("budget-of-1", budget=1, steps=4),
+    variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
+)
+#: Those of states that may evict once in several tokens.
+INTERVALS = (
+    variant("interval", {"interval": 3, "block_size": 5}, steps=11),
+    variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),), long=False),
+    variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
+)
+
+
+def of(method: str) -> list[Variant]:
+    """The variants of a method: GENERIC and its own. Of several with one name, the last one."""
+    return list({one.name: one for one in (*GENERIC, *checkers.ask(method, "VARIANTS", ()))}.values())
+
+
+def _lacking(what: str) -> Exception:
+    """The error for what the implementation under test does not provide."""
+    from ..harness.impl import NotProvided
+
+    return NotProvided(what)
+
+
+def trace_of(found: discovery.Pair, one: Variant, seed: int, device: torch.device) -> StateTrace:
+    """The trace of a variant, within what the implementation under test declares. Raises NotProvided."""
+    trace = {"dtype": torch.float32, "head_dim": 16, "layout": "contiguous", **BUSY, **one.trace}
+    if device.type != "cpu" and not {"head_dim", "dtype"} & one.trace.keys():
+        trace["head_dim"], trace["group"], trace["dtype"] = strategies.USUAL  # whose kernels other tests compile, too
+    trace |= {name: _size(declared, trace[name]) for name, declared in SIZES.items()}
+    trace |= {"batch": supported.rows(trace["batch"]), "dtype": _dtype(trace["dtype"])}
+    can = capabilities.current()
+    if not trace["prompt"] or not can.masks:
+        trace["padding"] = "none"
+    if can.contiguous_only:
+        trace["layout"] = "contiguous"
+    if trace.get("pages"):
+        trace["pages"] = _size("page_sizes", trace["pages"])
+    trace |= _lengths(trace)
+    options = _options(found, one, trace["prompt"] + trace["steps"])
+    return StateTrace(
+        **trace, method=found.name, config=tuple(options.items()), seed=seed, device=str(device),
+    )
+
+
+SIZES = {"key_value_heads": "kv_heads", "group": "groups", "head_dim": "head_dims"}
+
+
+def _size(declared: str, usual: int) -> int:
+    return supported.sizes(declared, (usual,))[0]
+
+
+def _dtype(usual: torch.dtype) -> torch.dtype:
+    declared = capabilities.current().dtypes
+    return usual if str(usual).removeprefix("torch.") in declared else getattr(torch, declared[0])
+
+
+def _lengths(trace: dict[str, Any]) -> dict[str, int]:
+    """A prompt of the declared lengths."""
+    can, prompt = capabilities.current(), trace["prompt"]
+    unit = can.slots_multiple_of
+    if can.max_slots is not None and prompt + trace["steps"] > can.max_slots:
+        raise _lacking(f"{prompt + trace['steps']} tokens (not declared: max_slots)")
+    return {"prompt": -(-prompt // unit) * unit}
+
+
+def _options(found: discovery.Pair, one: Variant, tokens: int) -> dict[str, Any]:
+    """The keyword arguments of the config, with declared values in place of those that are not."""
+    made = found.config
+    assert made is not None
+    given = {
+        **checkers.with_budget(found.name, one.budget), **checkers.small(found.name, one.budget),
+        **checkers.ask(found.name, "DECIDING", {}), **one.options,
+    }
+    if "max_tokens" in inspect.signature(made).parameters and "max_tokens" not in one.options:
+        given["max_tokens"] = max(24, -(-(tokens + 1) // 8) * 8)
+    others = supported.undeclared(given, made)
+    lacking = sorted(others.keys() & one.options.keys())
+    if lacking:
+        raise _lacking(f"{one} (not declared: {', '.join(lacking)})")
+    for values in itertools.product(*others.values()):
+        chosen = {**given, **dict(zip(others, values, strict=True))}
+        try:
+            made(**chosen)
+        except (TypeError, ValueError):
+            if not others:
+                raise
+            continue
+        return chosen
+    raise _lacking(f"{one} (not declared: {', '.join(others)})")
+
+
+def check(found: discovery.Pair, one: Variant, module: Any, device: torch.device) -> None:
+    """Run a variant's trace in lockstep; with other numbers again, until it has decided enough. Raises
+    compare.Mismatch."""
+    state = getattr(module, checkers.state_name(found.name))
+    for number in range(MOST_SEEDS):
+        trace = trace_of(found, one, _seed(found, one, number), device)
+        if trace.pages and "pages" not in inspect.signature(state).parameters:
+            raise _lacking(f"{module}.{state.__name__}: pages")
+        if trace.turns and not hasattr(state, "append_block"):
+            raise _lacking(f"{module}.{state.__name__}.append_block")
+        lockstep.run(trace, module)
+        counted = stats.current()
+        if counted is None or not counted.vacuous:
+            return
+
+
+def _seed(found: discovery.Pair, one: Variant, number: int) -> int:
+    """The seed of a trace: another one in a run with another seed."""
+    from hypothesis import core
+
+    digest = hashlib.sha256(f"{core.global_force_seed} {found} {one} {number}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
