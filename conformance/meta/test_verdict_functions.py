@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.meta.patients import quantizers
+from kvtwin.conformance.meta.patients import quantizers, selectors
 from kvtwin.conformance.meta.patients.run import not_right, shown, verdict_of, wrong
 
 pytestmark = pytest.mark.slow
 
 PROPERTIES = "every_method/test_properties.py"
 KIVI = {"quantize": quantizers.Quantize(), "dequantize": quantizers.Dequantize()}
+QUEST = {"page_bounds": selectors.Bounds(), "page_scores": selectors.Scores(), "select_pages": selectors.Select()}
 #: Method, what it provides, right, and the properties that are not judged, since it has nothing of the kind.
 RIGHT: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("kivi", KIVI, ("free_slots",)),
     ("pm_kvq", {"quantize": quantizers.PMQuantize()}, ("free_slots",)),
+    ("quest", QUEST, ()),
 ]
 #: Method, what is changed in the right functions, the property that is wrong, and others that are not right, with the
 #: reason.
@@ -35,6 +37,15 @@ WRONG: list[tuple[str, dict[str, Any], str, dict[str, str]]] = [
     ("kivi", {"quantize": quantizers.Contiguous()}, "layouts", {}),
     ("kivi", {"dequantize": quantizers.MinimumFirst()}, "accuracy", {}),
     ("pm_kvq", {"quantize": quantizers.PMHalvesUp()}, "ties", {}),
+    ("quest", {"page_bounds": selectors.ZerosAreKeys()}, "free_slots", {}),
+    ("quest", {"page_bounds": selectors.FreeSlotsAreKeys()}, "free_slots", {}),
+    ("quest", {"page_bounds": selectors.LastPageIsIgnored()}, "free_slots", {}),
+    ("quest", {"page_bounds": selectors.LargestMagnitude()}, "accuracy", {}),
+    ("quest", {"page_scores": selectors.OneBound()}, "accuracy", {}),
+    ("quest", {"select_pages": selectors.BestFirst()}, "decisions", {"ties": verdict.NOT_COVERED}),
+    ("quest", {"select_pages": selectors.LastOfEquals()}, "ties", {}),
+    ("quest", {"select_pages": selectors.LastPageCompetes()}, "decisions", {}),
+    ("quest", {"select_pages": selectors.AllPagesCompete()}, "free_slots", {}),
 ]
 
 
