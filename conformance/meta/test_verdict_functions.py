@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.meta.patients import quantizers, selectors
+from kvtwin.conformance.meta.patients import quantizers, selectors, thinkv
 from kvtwin.conformance.meta.patients.run import not_right, shown, verdict_of, wrong
 
 pytestmark = pytest.mark.slow
@@ -21,6 +21,7 @@ RIGHT: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("kivi", KIVI, ("free_slots",)),
     ("pm_kvq", {"quantize": quantizers.PMQuantize()}, ("free_slots",)),
     ("quest", QUEST, ()),
+    ("thinkv", {"quantize": thinkv.Quantize()}, ("free_slots",)),
 ]
 #: Method, what is changed in the right functions, the property that is wrong, and others that are not right, with the
 #: reason.
@@ -46,6 +47,9 @@ WRONG: list[tuple[str, dict[str, Any], str, dict[str, str]]] = [
     ("quest", {"select_pages": selectors.LastOfEquals()}, "ties", {}),
     ("quest", {"select_pages": selectors.LastPageCompetes()}, "decisions", {}),
     ("quest", {"select_pages": selectors.AllPagesCompete()}, "free_slots", {}),
+    ("thinkv", {"quantize": thinkv.Truncates()}, "decisions", {"ties": verdict.NOT_COVERED}),
+    ("thinkv", {"quantize": thinkv.HalvesUp()}, "ties", {}),
+    ("thinkv", {"quantize": thinkv.LastGroupIsWhole()}, "accuracy", {}),
 ]
 
 
