@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.meta.patients import quantizers, selectors, thinkv
+from kvtwin.conformance.meta.patients import quantizers, selectors, synckv, thinkv
 from kvtwin.conformance.meta.patients.run import not_right, shown, verdict_of, wrong
 
 pytestmark = pytest.mark.slow
@@ -16,15 +16,21 @@ pytestmark = pytest.mark.slow
 PROPERTIES = "every_method/test_properties.py"
 KIVI = {"quantize": quantizers.Quantize(), "dequantize": quantizers.Dequantize()}
 QUEST = {"page_bounds": selectors.Bounds(), "page_scores": selectors.Scores(), "select_pages": selectors.Select()}
+SYNCKV = {
+    "initial_sets": synckv.Sets(), "anticipate": synckv.Anticipate(), "head_similarity": synckv.Similarity(),
+    "cluster_heads": synckv.Cluster(),
+}
 #: Method, what it provides, right, and the properties that are not judged, since it has nothing of the kind.
 RIGHT: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("kivi", KIVI, ("free_slots",)),
+    ("kivi", {"quantize": quantizers.ByReciprocals()}, ("free_slots",)),
+    ("kivi", {"quantize": quantizers.InDouble()}, ("free_slots",)),
     ("pm_kvq", {"quantize": quantizers.PMQuantize()}, ("free_slots",)),
     ("quest", QUEST, ()),
+    ("synckv", SYNCKV, ("accuracy",)),
     ("thinkv", {"quantize": thinkv.Quantize()}, ("free_slots",)),
 ]
-#: Method, what is changed in the right functions, the property that is wrong, and others that are not right, with the
-#: reason.
+#: Method, what is changed in the right functions, the properties that are wrong, and others that are not right.
 WRONG: list[tuple[str, dict[str, Any], str, dict[str, str]]] = [
     ("kivi", {"quantize": quantizers.HalvesUp()}, "ties", {}),
     ("kivi", {"quantize": quantizers.Floors()}, "decisions", {}),
@@ -50,7 +56,18 @@ WRONG: list[tuple[str, dict[str, Any], str, dict[str, str]]] = [
     ("thinkv", {"quantize": thinkv.Truncates()}, "decisions", {"ties": verdict.NOT_COVERED}),
     ("thinkv", {"quantize": thinkv.HalvesUp()}, "ties", {}),
     ("thinkv", {"quantize": thinkv.LastGroupIsWhole()}, "accuracy", {}),
+    ("synckv", {"initial_sets": synckv.BestFirst()}, "decisions", {}),
+    ("synckv", {"anticipate": synckv.StaticAgain()}, "decisions", {}),
+    ("synckv", {"head_similarity": synckv.ShareOfK()}, "decisions free_slots", {}),
+    ("synckv", {"cluster_heads": synckv.LabelsFromOne()}, "decisions", {}),
+    ("synckv", {"cluster_heads": synckv.LastOfTwo()}, "decisions", {}),
+    ("synckv", {"cluster_heads": synckv.BeginsWithTheLast()}, "decisions", {}),
+    ("synckv", {"cluster_heads": synckv.LastOfEquals()}, "ties", {}),
 ]
+
+
+def _kind(functions: dict[str, Any]) -> str:
+    return type(next(iter(functions.values()))).__name__
 
 
 @pytest.fixture
@@ -62,7 +79,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "provided", "lacking"), RIGHT, ids=[f"{row[0]}-{','.join(row[1])}" for row in RIGHT]
+    ("method", "provided", "lacking"), RIGHT, ids=[f"{row[0]}-{_kind(row[1])}" for row in RIGHT]
 )
 def test_right_functions_are_right(method, provided, lacking, judged):
     found = judged(method, provided)
@@ -72,11 +89,11 @@ def test_right_functions_are_right(method, provided, lacking, judged):
 
 @pytest.mark.parametrize(
     ("method", "changed", "named", "others"), WRONG,
-    ids=[f"{row[0]}-{type(next(iter(row[1].values()))).__name__}" for row in WRONG],
+    ids=[f"{row[0]}-{_kind(row[1])}" for row in WRONG],
 )
 def test_the_ill_is_named(method, changed, named, others, judged):
     provided, lacking = next(row[1:] for row in RIGHT if row[0] == method and row[1].keys() >= changed.keys())
     found = judged(method, {**provided, **changed})
-    assert wrong(found) == {named}, shown(found)
+    assert wrong(found) == set(named.split()), shown(found)
     assert not_right(found) == dict.fromkeys(lacking, verdict.NOT_COVERED) | others, shown(found)
     assert found.verdict == verdict.WRONG

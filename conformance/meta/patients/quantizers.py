@@ -32,14 +32,37 @@ class Quantize:
         holds = (high - low).isfinite() & scale.isfinite() & minimum.isfinite()
         scale, minimum = scale.where(holds, 0), minimum.where(holds, torch.nan)
         step = scale.float()[..., None]
-        code = self.code((x - minimum.float()[..., None]) / step, most).where(step > 0, 0).long()
+        code = self.code(self.ratio(x - minimum.float()[..., None], step), most).where(step > 0, 0).long()
         return code, scale, minimum
 
     def scale(self, low: Tensor, high: Tensor, most: int) -> Tensor:
         return (high - low) / most
 
+    def ratio(self, apart: Tensor, step: Tensor) -> Tensor:
+        return apart / step
+
     def code(self, ratio: Tensor, most: int) -> Tensor:
         return ratio.round().clamp(0, most)
+
+
+class ByReciprocals(Quantize):
+    """Right: it multiplies by rounded reciprocals."""
+
+    def scale(self, low: Tensor, high: Tensor, most: int) -> Tensor:
+        return (high - low) * (1 / torch.tensor(float(most), device=low.device))
+
+    def ratio(self, apart: Tensor, step: Tensor) -> Tensor:
+        return (apart * (1 / step)).where((1 / step).isfinite(), apart / step)
+
+
+class InDouble(Quantize):
+    """Right: it divides in float64."""
+
+    def scale(self, low: Tensor, high: Tensor, most: int) -> Tensor:
+        return (high.double() - low.double()) / most
+
+    def ratio(self, apart: Tensor, step: Tensor) -> Tensor:
+        return apart.double() / step.double()
 
 
 class Dequantize:
