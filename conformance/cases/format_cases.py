@@ -220,8 +220,11 @@ class QuantizedCase(FormatsCase):
     @staticmethod
     def arguments(inputs: dict[str, Any]) -> dict[str, Any]:
         """What `dequantize` gets of the inputs."""
-        codes, scales, second, fmt, axis, size, dtype = inputs.values()
-        return {"q": Quantized(codes, scales, fmt, axis, size, codes.shape, second), "dtype": dtype}
+        codes = inputs["codes"]
+        q = Quantized(
+            codes, inputs["scales"], inputs["fmt"], inputs["axis"], inputs["size"], codes.shape, inputs["second"]
+        )
+        return {"q": q, "dtype": inputs["dtype"]}
 
 
 @dataclass(frozen=True, repr=False)

@@ -167,6 +167,11 @@ class GroupCase(Case):
         """What the reference reads, [B, H, T, D]. Exact, if scales and minima are in float64."""
         raise NotImplementedError
 
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of the function."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, repr=False)
 class KIVICase(GroupCase):
@@ -270,8 +275,9 @@ class PMKVQCodesCase(Coded, PMKVQCase):
     kind: ClassVar[str] = "pm_kvq_codes"
 
     def quantized(self, x: Tensor) -> Any:
-        options = {"bits": self.bits, "group": self.size, "least_scale": self.least_scale}
-        return pm_kvq.quantize(x, **options, dtype=self.minimum_dtype)
+        return pm_kvq.quantize(
+            x, bits=self.bits, group=self.size, least_scale=self.least_scale, dtype=self.minimum_dtype
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -306,7 +312,9 @@ def _cases(
     dtype = draw(st.sampled_from([one for one in dtypes if _fits(chosen, bits, one)] or dtypes))
     rows = draw(st.integers(1, supported.rows(3)))
     heads = draw(st.sampled_from(supported.sizes("kv_heads", (1, 2, 3)[:max(1, 4 // rows)])))
-    sizes = {"device": str(where), "batch": rows, "key_value_heads": heads, "group": 1, "head_dim": head_dim}
+    sizes: dict[str, Any] = {
+        "device": str(where), "batch": rows, "key_value_heads": heads, "group": 1, "head_dim": head_dim,
+    }
     least, most = tokens or (1, 5 if axis == -1 else 4 * size)
     names = {str(one).removeprefix("torch.") for one in dtypes}
     kinds = [one for one in STORED if not one or one in names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -144,7 +144,9 @@ class SimilarityCase(Case):
         return {"similarity": self.tensor("similarity"), "clusters": self.clusters}
 
 
-def _drawn(draw: st.DrawFn, made: type[Case], content: Sequence[str], layout: tuple[str, ...], **more: Any) -> Any:
+def _drawn(
+    draw: st.DrawFn, made: Callable[..., Any], content: Sequence[str], layout: tuple[str, ...], **more: Any
+) -> Any:
     heads = draw(st.sampled_from(supported.sizes("kv_heads", (4, 8, 5, 8, 2))))
     return made(
         heads=heads, dtype=draw(st.sampled_from(draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES))),

@@ -110,9 +110,9 @@ def poison(state: Any) -> None:
     token = torch.arange(state._key_scale.shape[2], device=words.device)
     for one in (state._key_scale, state._key_minimum, state._value_scale, state._value_minimum):
         one.masked_fill_((token >= packed)[:, None, :, None], torch.nan)
-    place = torch.arange(state._keys.shape[2], device=words.device)
+    slot = torch.arange(state._keys.shape[2], device=words.device)
     for one in (state._keys, state._values):
-        one.masked_fill_((place >= state._count[:, None] - packed)[:, None, :, None], torch.nan)
+        one.masked_fill_((slot >= state._count[:, None] - packed)[:, None, :, None], torch.nan)
     for scratch in (state._partial, state._row_maxima, state._weight_sums):
         scratch.fill_(torch.nan)
 

@@ -211,12 +211,10 @@ SUBJECTS = (
 
 def replay(case: Any, module: Any) -> Iterator[str]:
     """See the package."""
-    name, judge = {
-        KeyPagesCase: ("page_bounds", judge_bounds), PageBoundsCase: ("page_scores", judge_scores),
-        RankedPagesCase: ("select_pages", judge_selected),
-    }[type(case)]
-    judge(getattr(module, name)(**case.inputs), case)
-    yield f"{name}: right"
+    for kind, subject in zip(CASES, SUBJECTS, strict=True):
+        if type(case) is kind:
+            subject.judge(subject.call(module, case), case)
+            yield f"{subject.name}: right"
 
 
 # The state -----------------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def levels(numerator: Tensor, denominator: Tensor, magnitudes: tuple[float, ...]
     first, last = torch.bucketize(low, halfway), torch.bucketize(high, halfway, right=True)
     at, reached = torch.bucketize(ratio, halfway), torch.bucketize(ratio, halfway, right=True)
     likely = torch.where(at % 2 == 0, at, reached)
-    return Levels(*(one.where(live, 0) for one in (first, last, likely)), exact & live & (at != reached))
+    first, last, likely = (one.where(live, 0) for one in (first, last, likely))
+    return Levels(first, last, likely, exact & live & (at != reached))
 
 
 class Exact(NamedTuple):
@@ -138,11 +139,11 @@ def assert_scales(actual: Tensor, second: Tensor | None, exact: Exact, case: For
     if case.rule == "mse":
         _assert_least_squares(actual, exact, case)
         return
-    right = scale_levels(second, exact, case)
-    wrong = (actual < right.low) | (actual > right.high)
-    _fail_level("scales", wrong, actual, right.likely, "", fail_choice)
-    tied = right.halves & (actual != right.likely) & (not any_of_equals())
-    _fail_level("scales", tied, actual, right.likely, "; halves go to the even one", fail_tie)
+    found = scale_levels(second, exact, case)
+    wrong = (actual < found.low) | (actual > found.high)
+    _fail_level("scales", wrong, actual, found.likely, "", fail_choice)
+    tied = found.halves & (actual != found.likely) & (not any_of_equals())
+    _fail_level("scales", tied, actual, found.likely, "; halves go to the even one", fail_tie)
 
 
 def scale_levels(second: Tensor | None, exact: Exact, case: FormatsCase) -> Levels:
