@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ...reference import thinkv
+from ...reference.thinkv.types import Quantized
 from .. import capabilities
 from ..judge.format_oracle import BITS, MAGNITUDES, midpoints
-from . import supported
+from . import draws, supported
+from .case import Case
 from .layouts import lay_out
+from .strategies import default_device
 
 #: The formats with codes, and all.
 FORMATS = tuple(BITS)
@@ -140,4 +144,147 @@ def format_cases(
         content=draw(st.sampled_from(content)),
         layout=draw(st.sampled_from(supported.layouts(LAYOUTS))),
         seed=draw(st.integers(0, 2**31 - 1)),
+    )
+
+
+# Cases that the verdict judges ---------------------------------------------------------------------------------------
+
+#: Contents of groups that a format can hold, with halves between two codes, and of others.
+ORDINARY, TIED = ("ordinary", "outlier"), ("halfway",)
+EXTREME = ("sizes", "small_scales", "saturated", "zeros", "subnormal", "largest", "special", "mixed")
+
+
+@dataclass(frozen=True, repr=False)
+class FormatsCase(Case):
+    """Arguments of `quantize`: x [B, H, T, D], H = key_value_heads. size: the numbers of a group. rule: scale_rule, ""
+    for None. output: the dtype that `dequantize` gives. `group` is not used."""
+
+    kind: ClassVar[str] = "formats"
+
+    tokens: int = 1
+    fmt: str = "nvfp4"
+    axis: int = -1
+    size: int = 16
+    rule: str = ""
+    tensor_scale: bool = False
+    output: str = "float32"
+
+    x = property(lambda self: self.tensor("x"))
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.output)
+        return found
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.batch, self.key_value_heads, self.tokens, self.head_dim
+
+    def make(self) -> dict[str, Tensor | None]:
+        x = fill(self.content, torch.Generator().manual_seed(self.seed), self.shape, self.fmt)
+        return {"x": x.to(self.dtype).to(self.device)}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "fmt": self.fmt, "axis": self.axis, "group": self.size, "scale_rule": self.rule or None,
+            "tensor_scale": self.tensor_scale,
+        }
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        self.used()
+        return {"x": self.x, **self.options}
+
+
+@dataclass(frozen=True, repr=False)
+class QuantizedCase(FormatsCase):
+    """Arguments of `dequantize`: the parts of a `Quantized`, made by the reference."""
+
+    kind: ClassVar[str] = "quantized"
+
+    def make(self) -> dict[str, Tensor | None]:
+        x = super().make()["x"]
+        assert x is not None
+        found = thinkv.quantize(x, **self.options)
+        return {"codes": found.codes, "scales": found.scales, "second": found.tensor_scale}
+
+    def place(self, name: str, tensor: Tensor) -> Tensor:
+        return super().place(name, tensor) if tensor.dim() > 2 else tensor
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        self.used()
+        return {**self.tensors, "fmt": self.fmt, "axis": self.axis, "size": self.size, "dtype": self.output_dtype}
+
+    @staticmethod
+    def arguments(inputs: dict[str, Any]) -> dict[str, Any]:
+        """What `dequantize` gets of the inputs."""
+        codes = inputs["codes"]
+        q = Quantized(
+            codes, inputs["scales"], inputs["fmt"], inputs["axis"], inputs["size"], codes.shape, inputs["second"]
+        )
+        return {"q": q, "dtype": inputs["dtype"]}
+
+
+@dataclass(frozen=True, repr=False)
+class BytesCase(Case):
+    """Arguments of `pack` and `unpack`: codes uint8 [B, H, T, D], and the bytes that hold the lowest `bits` of each."""
+
+    kind: ClassVar[str] = "bytes"
+
+    tokens: int = 1
+    bits: int = 4
+
+    def make(self) -> dict[str, Tensor | None]:
+        shape = (self.batch, self.key_value_heads, self.tokens, self.head_dim)
+        codes = torch.randint(256, shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.uint8)
+        return {"codes": codes.to(self.device), "packed": thinkv.pack(codes, self.bits).to(self.device)}
+
+    @property
+    def pack_inputs(self) -> dict[str, Any]:
+        self.used()
+        return {"codes": self.tensor("codes"), "bits": self.bits}
+
+    @property
+    def unpack_inputs(self) -> dict[str, Any]:
+        self.used()
+        return {"packed": self.tensor("packed"), "bits": self.bits, "size": self.head_dim}
+
+
+@st.composite
+def formats_cases(
+    draw: st.DrawFn, *, made: type[FormatsCase] = FormatsCase, content: tuple[str, ...] = (*ORDINARY, *TIED, *EXTREME),
+    layout: tuple[str, ...] = LAYOUTS, fmt: tuple[str, ...] = EVERY, tokens: tuple[int, int] | None = None,
+    apart: tuple[bool, ...] = (False,),
+) -> FormatsCase:
+    """As `format_cases`, of 16-bit and 32-bit types. tokens: the least and the most T. apart: (True,) for cases whose
+    rows do not depend on each other: without a scale of the whole tensor."""
+    case = draw(format_cases(formats=fmt, content=tuple(draws.plain_among(content, (*ORDINARY, *TIED)))))
+    dtype = case.dtype if case.dtype in supported.dtypes(DTYPES[:3]) else supported.dtypes(DTYPES[:3])[0]
+    leading = (1, 1, *case.leading)[-2:]
+    heads = supported.sizes("kv_heads", (leading[1],))
+    return made(
+        batch=supported.rows(leading[0]), key_value_heads=leading[1] if leading[1] in heads else heads[0],
+        head_dim=case.channels, dtype=dtype, content=case.content, seed=case.seed, device=str(default_device()),
+        layout=draw(st.sampled_from(supported.layouts(layout))),
+        tokens=draw(st.integers(*tokens)) if tokens else case.tokens, fmt=case.fmt, axis=case.axis, size=case.group,
+        rule=case.scale_rule or "", tensor_scale=case.tensor_scale and not apart[0],
+        output=str(draw(st.sampled_from(supported.dtypes(DTYPES[:3])))).removeprefix("torch."),
+    )
+
+
+@st.composite
+def bytes_cases(
+    draw: st.DrawFn, *, content: tuple[str, ...] = ("ordinary",), layout: tuple[str, ...] = LAYOUTS,
+    tokens: tuple[int, int] = (1, 5),
+) -> BytesCase:
+    """Bytes that the last codes do not fill, among others."""
+    return BytesCase(
+        batch=draw(st.integers(1, supported.rows(2))),
+        key_value_heads=draw(st.sampled_from(supported.sizes("kv_heads", (1, 2)))),
+        head_dim=draw(st.sampled_from(supported.sizes("head_dims", (16, 1, 3, 37, 64)))), content=content[0],
+        layout=draw(st.sampled_from(supported.layouts(layout))), seed=draw(st.integers(0, 2**31 - 1)),
+        device=str(default_device()), tokens=draw(st.integers(*tokens)),
+        bits=draw(st.sampled_from(supported.values("bits", (4, 2, 8)))),
     )

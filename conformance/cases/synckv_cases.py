@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...reference.synckv import split_budget
-from .case import DecodeCase
-from .strategies import decode_cases
+from . import contents, draws, supported
+from .case import Case, DecodeCase
+from .strategies import DTYPES, PLAIN_DTYPES, decode_cases, default_device
 
+#: Of weights and similarities of heads.
+HEAD_LAYOUTS = ("contiguous", "sliced", "spread", "channels_first")
 RATIOS = (0.5, 0.0, 1.0, 0.9, 0.3)
 
 
@@ -70,3 +74,107 @@ def sets_cases(draw: st.DrawFn, **narrowed: Any) -> SetsCase:
         rho=draw(st.sampled_from(RATIOS)), taken=draw(st.integers(0, case.slots // 2)),
         exclude_static=draw(st.sampled_from((True, True, False))),
     )
+
+
+# Heads ---------------------------------------------------------------------------------------------------------------
+
+#: Weights of which few are equal; a few different ones; NaN and infinity among them.
+WEIGHTS, TIED_WEIGHTS, EXTREME_WEIGHTS = ("ordinary",), ("few",), ("special",)
+#: Similarities: any; heads of which several are alike in all respects; all heads alike.
+SIMILARITIES, TIED_SIMILARITIES = ("ordinary",), ("groups", "alike")
+
+
+@dataclass(frozen=True, repr=False)
+class WeightsCase(Case):
+    """Arguments of `head_similarity`: attention [steps, Hkv, n], steps = batch, Hkv = heads, n = slots, and k = keep.
+    occupancy: "full", without a mask, or "random"; what is not occupied holds `poison`."""
+
+    kind: ClassVar[str] = "head_weights"
+
+    heads: int = 2
+    slots: int = 2
+    keep: int = 1
+    occupancy: str = "full"
+
+    def make(self) -> dict[str, Tensor | None]:
+        generator, shape = self.generator(), (self.batch, self.heads, self.slots)
+        weight = torch.rand(shape, generator=generator, device=self.device)
+        if self.content == "few":
+            weight = (4 * weight).round()
+        if self.content == "special":
+            other = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0], device=self.device)
+            chosen = other[torch.randint(len(other), shape, generator=generator, device=self.device)]
+            weight = chosen.where(torch.rand(shape, generator=generator, device=self.device) < 0.3, weight)
+        if self.occupancy == "full":
+            return {"attention": weight.to(self.dtype), "occupied": None}
+        occupied = torch.rand(self.batch, self.slots, generator=generator, device=self.device) < 0.6
+        occupied[:, 0] = True
+        weight = contents.poison(self.poison, weight.to(self.dtype)[..., None], occupied)[..., 0]
+        return {"attention": weight, "occupied": occupied}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keyword arguments of `head_similarity`."""
+        self.used()
+        return {"attention": self.tensor("attention"), "k": self.keep, "occupied": self.tensors["occupied"]}
+
+
+@dataclass(frozen=True, repr=False)
+class SimilarityCase(Case):
+    """Arguments of `cluster_heads`: similarity [Hkv, Hkv], Hkv = heads, and the number of clusters."""
+
+    kind: ClassVar[str] = "similarity"
+
+    heads: int = 2
+    clusters: int = 1
+
+    def make(self) -> dict[str, Tensor | None]:
+        heads, generator = self.heads, self.generator()
+        made = torch.rand(heads, heads, generator=generator, device=self.device, dtype=torch.float64)
+        made = ((made + made.T) / 2).fill_diagonal_(1)
+        if self.content != "ordinary":
+            kinds = 1 if self.content == "alike" else max(2, heads // 2)
+            which = torch.randint(kinds, (heads,), generator=generator, device=self.device)
+            made = made[which][:, which]  # heads of a kind have equal rows, and a similarity of 1
+        return {"similarity": made.to(self.dtype)}
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        self.used()
+        return {"similarity": self.tensor("similarity"), "clusters": self.clusters}
+
+
+def _drawn(
+    draw: st.DrawFn, made: Callable[..., Any], content: Sequence[str], layout: tuple[str, ...], **more: Any
+) -> Any:
+    heads = draw(st.sampled_from(supported.sizes("kv_heads", (4, 8, 5, 8, 2))))
+    return made(
+        heads=heads, dtype=draw(st.sampled_from(draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES))),
+        content=draw(st.sampled_from(content)), layout=draw(st.sampled_from(supported.layouts(layout))),
+        seed=draw(st.integers(0, 2**31 - 1)), device=str(default_device()),
+        **{name: draw(strategy) for name, strategy in more.items()},
+    )
+
+
+@st.composite
+def weights_cases(
+    draw: st.DrawFn, *, content: Sequence[str] = (*WEIGHTS, *TIED_WEIGHTS, *EXTREME_WEIGHTS),
+    layout: tuple[str, ...] = HEAD_LAYOUTS, occupancy: Sequence[str] = ("full", "random"),
+    slots: tuple[int, int] = (2, 40),
+) -> WeightsCase:
+    """k goes from 1 to beyond n."""
+    case: WeightsCase = _drawn(
+        draw, WeightsCase, content, layout, batch=st.integers(1, supported.rows(3)), slots=st.integers(*slots),
+        occupancy=st.sampled_from(supported.occupancies(occupancy)), poison=st.sampled_from(contents.POISONS),
+    )
+    return dataclasses.replace(case, keep=draw(st.integers(1, case.slots // 2) | st.integers(1, case.slots + 2)))
+
+
+@st.composite
+def similarity_cases(
+    draw: st.DrawFn, *, content: Sequence[str] = (*SIMILARITIES, *TIED_SIMILARITIES),
+    layout: tuple[str, ...] = HEAD_LAYOUTS,
+) -> SimilarityCase:
+    """Two to four clusters, or as many as there are heads."""
+    case: SimilarityCase = _drawn(draw, SimilarityCase, content, layout)
+    return dataclasses.replace(case, clusters=draw(st.integers(min(2, case.heads), min(4, case.heads))))

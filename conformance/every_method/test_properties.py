@@ -30,7 +30,7 @@ each = settings(max_examples=max(2, settings().max_examples // 20))
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return {}
+    return Results()
 
 
 #: Properties of states of which test_lockstep.py and the laws draw cases, too. A quick run leaves them to these.

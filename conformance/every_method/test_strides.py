@@ -50,7 +50,7 @@ def mixed_cases(data: Any, subject: Subject) -> Iterator[Any]:
 @given(data=st.data())
 @settings(max_examples=1)
 def test_every_argument_is_read_by_its_own_strides(subject, data, twins):
-    results: subjects.Results = {}
+    results = subjects.Results()
     for case in mixed_cases(data, subject):
         for name in subject.fields:
             subject.check(subject.module(twins.optimized), case, name, results=results)

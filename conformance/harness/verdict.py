@@ -53,6 +53,9 @@ CONSEQUENCES = {
 #: What may explain a failure in an unusual case that cannot be made simpler.
 EXPLAIN_UNUSUAL = ("accuracy", "decisions", "free_slots", "extreme_numbers", "layouts")
 
+#: Core properties of which some functions have no cases, and what these functions lack.
+WITHOUT = {"accuracy": "returns numbers", "free_slots": "has free slots"}
+
 #: Exit codes of a run with --kv-impl. 2 to 5 are pytest's: interrupted, internal error, wrong usage, no tests.
 EXIT_WRONG, EXIT_NOT_COVERED = 1, 6
 
@@ -190,7 +193,7 @@ def _of_method(
     made.not_provided = sorted({result.message for result in found if is_lacking(result)})
     for name in PROPERTIES:
         made.properties[name] = one = _of_property(name, found, supported, device, own)
-        if name in ("decisions", "ties") and one.verdict == NOT_COVERED and not _decides(method):
+        if name in ("decisions", "ties") and one.why.startswith("no test") and not _decides(method):
             one.applies, one.why = False, f"{method} chooses nothing"
     for cause in CONSEQUENCES:
         judged = made.properties[cause]
@@ -259,9 +262,9 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
     if made.verdict == NOT_COVERED and elsewhere:
         causes = sorted({str(result.finding.get("property")).replace("_", " ") for result in elsewhere})
         made.why = f"{made.cases} cases: its tests failed because of {', '.join(causes)}"
-    if name == "accuracy" and made.verdict == NOT_COVERED and not called and tests:
+    if name in WITHOUT and made.verdict == NOT_COVERED and not called and tests:
         made.applies = not all(is_lacking(result) for result in tests)
-        made.why = made.why if made.applies else "nothing that it provides returns numbers"
+        made.why = made.why if made.applies else f"nothing that it provides {WITHOUT[name]}"
     return made
 
 

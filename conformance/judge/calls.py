@@ -11,7 +11,6 @@ from ..cases import failures
 from ..cases.case import Case
 from . import stats
 from .compare import assert_same, fail
-from .fields import Missing
 from .subjects import Subject
 from .unchanged import unchanged
 
@@ -72,12 +71,11 @@ def _with_nan(tensor: Tensor, where: Tensor) -> Tensor:
 
 
 def returned(subject: Subject, module: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """The fields of a call's result. Raises unchanged.ChangedInput if the call changes the memory of its inputs."""
+    """The fields of a call's result that are tensors. Raises unchanged.ChangedInput if the call changes the memory of
+    its inputs."""
     with unchanged(inputs):
         result = subject.result(module, inputs)
-    if isinstance(result, Tensor):
-        return {"result": result}
-    return {name: value for name, value in result._asdict().items() if not isinstance(value, Missing)}
+    return {"result": result} if isinstance(result, Tensor) else tensors(result._asdict())
 
 
 def tensors(inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 #: The properties of which a verdict consists, and what each says of an implementation.
 PROPERTIES = {
     "accuracy": "each number that it returns is within the bound of its arithmetic",
-    "decisions": "what it evicts, keeps or chooses is right by scores within their bounds",
-    "ties": "of equal tokens, it evicts the one with the lowest index first",
+    "decisions": "what it evicts, keeps or chooses is right by scores within their bounds, and so are codes",
+    "ties": "of equal tokens, it evicts the one with the lowest index first; of two equally near codes, the even one",
     "repeatability": "the same call gives the same bits, whatever was called before, and changes no argument",
     "independence": "rows and heads do not influence each other, nor does the place of a token",
     "free_slots": "free slots and padding influence nothing and are filled first",

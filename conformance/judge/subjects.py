@@ -37,8 +37,14 @@ POISONS = ("nan", "inf", "largest", "stale", "zero")
 #: Batch, KV heads and group size of cases on the CPU.
 SHAPES = ((1, 2, 3), (2, 1, 4), (1, 3, 2), (2, 2, 1))
 
-#: What right cases recorded, by case: outside of their fields, and in each field.
-Results = dict[str, tuple[stats.Stats, dict[str, stats.Stats]]]
+class Results(dict[str, tuple[stats.Stats, dict[str, stats.Stats]]]):
+    """What right cases recorded, by case: outside of their fields, and in each field."""
+
+    def __repr__(self) -> str:
+        """Short, since Hypothesis prints the arguments of a failing test, and warns of long ones."""
+        return f"<{len(self)} results>"
+
+
 #: The keyword arguments of a strategy, by property.
 Aspects = Mapping[str, Mapping[str, tuple[Any, ...]]]
 #: The fields of a case by which a property's cases differ from ordinary ones.
@@ -113,6 +119,10 @@ class Subject:
 
     def __str__(self) -> str:
         return f"{self.method}.{self.name}" + (f"[{self.variant}]" if self.variant else "")
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How Hypothesis prints it among the arguments of a failing test."""
+        printer.text(str(self))
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -211,10 +211,16 @@ def test_a_property_outside_of_the_capabilities_has_no_case():
     assert set(counted.refused) == {"not declared: masks"}
 
 
+#: Functions that know no free slots.
+WITHOUT_MASKS = (
+    "select_representatives", "cluster_heads", "quantize", "dequantize", "shrink", "pack", "unpack", "page_scores",
+)
+
+
 def test_every_state_is_a_subject_and_every_function_has_its_properties():
     for subject in subjects.every():
         needed = {"accuracy", "decisions", "repeatability", "independence", "layouts", "free_slots"}
-        if subject.name == "select_representatives":  # of one segment without a mask
+        if subject.name in WITHOUT_MASKS:
             needed -= {"free_slots"}
         assert needed <= subject.aspects.keys(), subject
         assert isinstance(subject, StateSubject) == subject.name.endswith("State")

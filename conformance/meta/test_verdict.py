@@ -179,17 +179,20 @@ def test_wrong_decisions_are_counted():
     assert any("6 wrong, 96 of 120" in text for text, _ in verdict_table.lines(found, "theirs"))
 
 
-def test_accuracy_is_not_needed_where_nothing_returns_numbers():
-    """StreamingLLM's `keep` returns a mask, and its state, which is missing, returns outputs."""
-    others = [one for one in RIGHT if one.judges != "accuracy"]
-    lacking = result("accuracy", "not provided", touched=False, message="not provided: theirs.StreamingLLMState")
+@pytest.mark.parametrize(("name", "lacks"), [
+    ("accuracy", "returns numbers"),     # StreamingLLM's `keep` returns a mask
+    ("free_slots", "has free slots"),    # KIVI's `quantize` has none
+])
+def test_a_core_property_is_not_needed_where_only_the_missing_state_has_it(name, lacks):
+    others = [one for one in RIGHT if one.judges != name]
+    lacking = result(name, "not provided", touched=False, message="not provided: theirs.StreamingLLMState")
     found = judged(*others, lacking)["longflow"]
-    assert found.properties["accuracy"].verdict == verdict.NOT_COVERED
-    assert found.properties["accuracy"].why == "nothing that it provides returns numbers"
+    assert found.properties[name].verdict == verdict.NOT_COVERED
+    assert found.properties[name].why == f"nothing that it provides {lacks}"
     assert found.verdict == verdict.RIGHT
-    refuses = result("accuracy", "not provided", touched=False, message="not provided: theirs.attend: head_dim 64")
+    refuses = result(name, "not provided", touched=False, message="not provided: theirs.attend: head_dim 64")
     found = judged(*others, lacking, refuses)["longflow"]
-    assert found.verdict == verdict.NOT_COVERED and found.open == ["accuracy"]
+    assert found.verdict == verdict.NOT_COVERED and found.open == [name.replace("_", " ")]
     lacking.judges = "decisions"
     found = judged(*(one for one in RIGHT if one.judges != "decisions"), lacking)["longflow"]
     assert found.verdict == verdict.NOT_COVERED

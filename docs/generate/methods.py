@@ -1,4 +1,4 @@
-"""The page of a method: its notes, readings, API, claims, accuracy, speed and mutants."""
+"""The page of a method: its notes, readings, API, what its verdict judges, claims, accuracy, speed and mutants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .stored import DOCS, baselines, benchmark_table, kill_matrices, machine_of,
 
 
 def method_page(pair: Any) -> str:
-    """One method: its notes, readings, API, claims, accuracy, speed and mutants."""
+    """One method: its notes, readings, API, what its verdict judges, claims, accuracy, speed and mutants."""
     path = DOCS / "notes" / f"{pair.name}.md"
     notes = path.read_text(encoding="utf-8") if path.is_file() else default_notes(pair)
     parts = [
@@ -26,6 +26,7 @@ def method_page(pair: Any) -> str:
         "same signatures and result types.\n",
         *(entry(getattr(pair.reference, name), name) for name in pair.exports),
         cache_entry(pair),
+        "## Verdict\n", judged(pair),
         "## Claims\n", claims(pair.name),
         "## Accuracy\n", accuracy(pair.name),
         "## Speed\n", speed(pair.name),
@@ -153,6 +154,29 @@ def cache_entry(pair: Any) -> str:
         f"### `{cache.__name__}`\n\nIn `kvtwin.reference.hf` and `kvtwin.optimized.hf`; see "
         f"[Use a method with transformers](../../how-to/transformers.md).\n\n{prose(own_doc(cache))}"
     )
+
+
+def judged(pair: Any) -> str:
+    """What a verdict on an implementation of the method judges: the fields of each function's results, and of the
+    state's; and the functions that it does not judge."""
+    from kvtwin.conformance.judge import subjects
+
+    own = [one for one in subjects.every() if one.method == pair.name]
+    lines = [
+        "[The verdict](../../how-to/test-your-kernel.md) on an implementation judges these fields. Numbers have error "
+        "bounds, and belong to the property `accuracy`; choices belong to `decisions` and `ties`.\n",
+        "| function or state | numbers | choices |", "|---|---|---|",
+    ]
+    for one in own:
+        name = f"`{one.name}`" + (f", {one.variant.replace('_', ' ')}" if one.variant else "")
+        lines.append(f"| {name} | {', '.join(one.numbers) or '-'} | {', '.join(one.choices) or '-'} |")
+    names = {one.name for one in own}
+    others = [
+        name for name in pair.exports if name not in names and inspect.isfunction(getattr(pair.reference, name))
+    ]
+    if others:
+        lines.append(f"\nTests of its own, but no property, judge {', '.join(f'`{name}`' for name in others)}.")
+    return "\n".join(lines) + "\n"
 
 
 def readings(name: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ it. No decision depends on rounding: what is quantized follows from the number o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from ....reference.baselines.kivi import dequantize, quantize
 from ...cases import tiny
+from ...cases.group_cases import EXTREME, KIVICase, KIVICodesCase, kivi_cases
 from ..variants import ONE, variant
-from . import quantized
+from . import quantized, quantizers
 from .quantized import max_kept as max_kept
 
 BUDGET, EVICTS, DECIDES, LOSSY, SCORED = None, False, False, True, False
@@ -43,6 +45,15 @@ COMBINATIONS = (
     ((2, 2, 16, 16), (4, 4, 8, 8), (2, 4, 8, 8), (4, 2, 4, 4), (4, 4, 1, 3)) if not torch.cuda.is_available() else
     ((2, 2, 16, 128), (4, 4, 16, 32), (2, 4, 8, 24), (4, 2, 16, 16))
 )
+CASES = (KIVICase, KIVICodesCase)
+SUBJECTS = tuple(quantizers.subjects(
+    kivi_cases, partial(kivi_cases, made=KIVICodesCase), extreme=EXTREME, passed=("bits", "axis", "group"),
+))
+
+
+def replay(case: Any, module: Any) -> Iterator[str]:
+    """See the package."""
+    yield from quantizers.replay(case, module)
 
 
 #: bits of keys and values, group, residual, head_dim, query heads per KV head, dtype, tokens of the prompt. Groups of

@@ -4,18 +4,23 @@ reconstructed attention. See quantized.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ....reference.baselines._validate_pmkvq import scale_dtype
-from ....reference.baselines.pm_kvq import dequantize, quantize
+from ....reference.baselines._validate_pmkvq import WIDTHS, scale_dtype
+from ....reference.baselines.pm_kvq import dequantize, quantize, shrink
 from ...cases import tiny
+from ...cases.group_cases import PM_KVQ_EXTREME, PMKVQCase, PMKVQCodesCase, pm_kvq_cases
+from ..bounds import FLUSH, SLACK, UNIT
 from ..compare import Verdict, fail
+from ..fields import field
+from ..subjects import Subject
 from ..variants import variant
-from . import quantized
+from . import quantized, quantizers
 from .quantized import max_kept as max_kept
 
 BUDGET, EVICTS, DECIDES, LOSSY, SCORED = None, False, False, True, False
@@ -55,6 +60,35 @@ VARIANTS = tuple(
 )
 
 
+def judge_shrunk(result: Any, case: PMKVQCodesCase) -> None:
+    """result: what `shrink(**case.shrink_inputs)` returns. Codes follow in integers; the new scale is one product."""
+    codes, scale = result
+    given, factor = case.tensor("scale").double(), 2 ** (case.bits // 2) + 1
+    with field("codes"):
+        quantizers.assert_same_codes(codes, shrink(case.tensor("codes"), case.tensor("scale"), bits=case.bits).codes)
+    with field("scale"):
+        error = (UNIT * given * factor + FLUSH).masked_fill(given == 0, 0) * SLACK
+        right = quantizers.rounded(given * factor, error, case.scale_dtype)
+        quantizers.assert_rounded(scale, right, case.scale_dtype, what="scale")
+
+
+CASES = (PMKVQCase, PMKVQCodesCase)
+_shrinks = partial(pm_kvq_cases, made=PMKVQCodesCase, widths=WIDTHS[:-1])
+SUBJECTS = (
+    *quantizers.subjects(pm_kvq_cases, partial(pm_kvq_cases, made=PMKVQCodesCase), extreme=PM_KVQ_EXTREME),
+    Subject(
+        "shrink", _shrinks, judge_shrunk, numbers=("scale",), choices=("codes",), sized="tokens",
+        inputs=lambda case: case.shrink_inputs,
+        aspects=quantizers.kinds(quantizers.NEAR, tied=False, extreme=PM_KVQ_EXTREME),
+    ),
+)
+
+
+def replay(case: Any, module: Any) -> Iterator[str]:
+    """See the package."""
+    yield from quantizers.replay(case, module)
+
+
 def configs(most: int, window: int) -> st.SearchStrategy[dict[str, Any]]:
     """Short windows, so that tokens are quantized several times; max_tokens covers the longest trace."""
     names = ("bits", "window", "sinks", "group")
@@ -80,19 +114,19 @@ def poison(state: Any) -> None:
     words, packed, width = state._key_words, state.tokens_quantized[:, None], state.width
     unit = torch.arange(words.shape[2], device=words.device)
     kept = torch.zeros(len(packed), len(unit), dtype=torch.int64, device=words.device)
-    for field in range(16 // width):
-        start = (field & 1) * 8 + (field & 2) * 2 + (field & 4) // 2
+    for place in range(16 // width):
+        start = (place & 1) * 8 + (place & 2) * 2 + (place & 4) // 2
         ones = ((1 << width) - 1) << start
-        kept |= torch.where(unit + field * len(unit) < packed, ones | ones << 16, 0)
+        kept |= torch.where(unit + place * len(unit) < packed, ones | ones << 16, 0)
     free = (~kept & 0xFFFFFFFF)[:, None, :, None]
     for one in (state._key_words, state._value_words):
         one |= torch.where(free >= 2**31, free - 2**32, free).to(torch.int32)
     token = torch.arange(state._key_scale.shape[2], device=words.device)
     for one in (state._key_scale, state._key_minimum, state._value_scale, state._value_minimum):
         one.masked_fill_((token >= packed)[:, None, :, None], torch.nan)
-    place = torch.arange(state._keys.shape[2], device=words.device)
+    slot = torch.arange(state._keys.shape[2], device=words.device)
     for one in (state._keys, state._values):
-        one.masked_fill_((place >= state._count[:, None] - packed)[:, None, :, None], torch.nan)
+        one.masked_fill_((slot >= state._count[:, None] - packed)[:, None, :, None], torch.nan)
     for scratch in (state._partial, state._row_maxima, state._weight_sums):
         scratch.fill_(torch.nan)
 

@@ -5,6 +5,7 @@ The reference adopts the pages that the state under test selected, once they are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference.attention import per_query_head
-from ....reference.baselines.quest import page_scores
-from ...cases import draws, tiny
+from ....reference.baselines.quest import page_scores, select_pages
+from ...cases import draws, page_cases, tiny
 from ...cases.case import DecodeCase
+from ...cases.page_cases import KeyPagesCase, PageBoundsCase, RankedPagesCase
 from .. import bounds, lockstep
 from ..bounds import FLUSH, SLACK, TINY, UNITS, Interval, arithmetic, gamma
-from ..compare import Verdict, undecided
+from ..compare import Verdict, assert_dtype, assert_same, assert_within, undecided
+from ..fields import field
+from ..oracle import upcast_all
 from ..selections import assert_selected_right
+from ..subjects import Subject, aspects
 from ..ties import tie_classes
 from ..variants import ONE, variant
 
@@ -150,6 +155,79 @@ def output_bound(case: DecodeCase, group: int) -> Tensor:
     heads of a KV head, with tokens of their own each."""
     block = max(1, 16 >> (group - 1).bit_length())
     return bounds.decode_output(case, arithmetic(case.dtype, block=block))
+
+
+# Functions -----------------------------------------------------------------------------------------------------------
+
+
+def judge_bounds(result: Any, case: KeyPagesCase) -> None:
+    """result: what `page_bounds(**case.inputs)` returns. Numbers of the page, or 0 in place of those below FLUSH."""
+    pages = case.key.split(case.page_size, 2)
+    for name, found, of_page in zip(result._fields, result, (Tensor.amax, Tensor.amin), strict=True):
+        with field(name):
+            assert_dtype(found, case.dtype, what=name)
+            expected = torch.stack([of_page(page, 2) for page in pages], 2)
+            same = tuple(found.shape) == tuple(expected.shape)
+            flushed = (found == 0) & (expected.double().abs() < FLUSH) if same else None
+            assert_same(found, expected, what=name, where=None if flushed is None else ~flushed)
+
+
+def judge_scores(actual: Tensor, case: PageBoundsCase) -> None:
+    """actual: what `page_scores(**case.inputs)` returns."""
+    with field("score"):
+        assert_dtype(actual, torch.float32, what="score")
+        exact = page_scores(**upcast_all(case.inputs))
+        assert_within(actual, exact, score_error(**case.inputs), what="score")
+
+
+def judge_selected(actual: Tensor, case: RankedPagesCase) -> None:
+    """actual: what `select_pages(**case.inputs)` returns. Scores are given, so each decision has one right answer: NaN
+    ranks like -inf, and pages with equal scores tie."""
+    with field("selected"):
+        score, count = case.tensor("score").double().nan_to_num(-torch.inf, torch.inf, -torch.inf), case.tensor("count")
+        page = torch.arange(case.slots, device=score.device)
+        last = (page == count[:, None, None] - 1).expand(score.shape)
+        assert_selected_right(
+            actual, select_pages(score, count, k=case.keep, keep_last=case.protect == "last"), Interval(score, score),
+            candidates=(page < count[:, None, None]).expand(score.shape),
+            forced=last if case.protect == "last" else None,
+            tie=(score[..., None, :] == score[..., None]).long().argmax(-1), what="selected pages",
+        )
+
+
+CASES = (KeyPagesCase, PageBoundsCase, RankedPagesCase)
+#: Free memory, and pages that a row does not have, hold NaN, infinity, the largest number, and others, in turns.
+SUBJECTS = (
+    Subject(
+        "page_bounds", page_cases.key_pages_cases, judge_bounds, numbers=("maximum", "minimum"), sized="tokens",
+        aspects=aspects(
+            ordinary=page_cases.KEYS, extreme=page_cases.EXTREME_KEYS, mask="last_page", full="full",
+            masked=("partial",) * 4, layout=page_cases.LAYOUTS,
+        ),
+    ),
+    Subject(
+        "page_scores", page_cases.page_bounds_cases, judge_scores, numbers=("score",), sized="pages",
+        aspects=aspects(ordinary=page_cases.SCORED, extreme=page_cases.EXTREME_SCORED, layout=page_cases.LAYOUTS),
+    ),
+    Subject(
+        "select_pages", page_cases.ranked_pages_cases, judge_selected, choices=("selected",), sized="pages",
+        aspects=aspects(
+            ordinary=page_cases.RANKED, tied=page_cases.TIED, extreme=page_cases.EXTREME_RANKED,
+            masked=("random", "random", "random", "empty_row"), protect=("none", "last"), layout=page_cases.LAYOUTS,
+        ),
+    ),
+)
+
+
+def replay(case: Any, module: Any) -> Iterator[str]:
+    """See the package."""
+    for kind, subject in zip(CASES, SUBJECTS, strict=True):
+        if type(case) is kind:
+            subject.judge(subject.call(module, case), case)
+            yield f"{subject.name}: right"
+
+
+# The state -----------------------------------------------------------------------------------------------------------
 
 
 class Adapter(lockstep.Adapter):

@@ -1,23 +1,27 @@
-"""Checker of SyncKV: its functions (synckv_sets.py) and its state (synckv_state.py)."""
+"""Checker of SyncKV: its functions (synckv_sets.py, synckv_heads.py) and its state (synckv_state.py)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ...cases import tiny
-from ...cases.synckv_cases import SetsCase
-from .synckv_sets import assert_anticipation_right, assert_initial_right, replay, weight_interval
+from ...cases.synckv_cases import SetsCase, SimilarityCase, WeightsCase
+from . import synckv_heads, synckv_sets
+from .synckv_sets import assert_anticipation_right, assert_initial_right, weight_interval
 from .synckv_state import BUDGET, COMPILED, EVICTS, GROUPINGS, SMALL, VARIANTS, Adapter, bytes_of, configs, max_kept
 
 __all__ = [
-    "BUDGET", "CASES", "COMPILED", "DEFAULTS", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SAME", "SMALL", "VARIANTS",
+    "BUDGET", "CASES", "COMPILED", "DEFAULTS", "EVICTS", "GROUPINGS", "ON_THE_HOST", "SAME", "SMALL", "SUBJECTS",
+    "VARIANTS",
     "Adapter", "arguments", "assert_anticipation_right", "assert_initial_right", "bytes_of", "configs", "max_kept",
     "parts", "replay", "weight_interval",
 ]
 
-CASES = (SetsCase,)
+CASES = (SetsCase, WeightsCase, SimilarityCase)
+SUBJECTS = (*synckv_sets.SUBJECTS, *synckv_heads.subjects())
 ON_THE_HOST = ("cluster_heads", "split_budget")
 #: Section 5.1: "N_r to 2", "m was set at 5", "rho 0.5".
 DEFAULTS = {
@@ -25,6 +29,11 @@ DEFAULTS = {
     "max_tokens": 32768, "offload": False, "scale": None,
 }
 SAME = ("exclude_static",)
+
+
+def replay(case: Any, module: Any) -> Iterator[str]:
+    """See the package."""
+    yield from (synckv_sets if isinstance(case, SetsCase) else synckv_heads).replay(case, module)
 
 
 def parts(module: Any) -> dict[str, Any]:

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from ....reference import synckv
-from ...cases.synckv_cases import SetsCase
+from ...cases.contents import OCCUPANCIES
+from ...cases.synckv_cases import SetsCase, sets_cases
 from ..bounds import Arithmetic, Interval, arithmetic, log_weight_error
 from ..compare import fail
+from ..fields import Missing, field
 from ..oracle import upcast_all
 from ..selections import assert_selected_right
+from ..subjects import TIED, Subject, aspects
 from ..ties import tie_classes
 
 
@@ -52,20 +55,47 @@ def assert_chosen_right(actual: Tensor, truth: Tensor, case: SetsCase, taken: Te
 
 
 def assert_initial_right(actual: Any, case: SetsCase) -> None:
-    """actual: `initial_sets(**case.inputs)`. The dynamic set is checked given the actual static set."""
+    """actual: `initial_sets(**case.inputs)`. The dynamic set is checked given the actual static set, if that is one."""
     static, dynamic = actual
     exact = upcast_all(case.inputs)
     truth = synckv.initial_sets(**exact)
-    assert_chosen_right(static, truth.static, case, None, what="static")
+    with field("static"):
+        assert_chosen_right(static, truth.static, case, None, what="static")
+    taken = static if _are_tokens(static, truth.static, case.slots) else truth.static
     rest = {name: exact[name] for name in ("query", "key", "occupied", "scale")}
-    expected = synckv.anticipate(**rest, static=static, k_dynamic=truth.dynamic.shape[-1])
-    assert_chosen_right(dynamic, expected, case, static, what="dynamic")
+    expected = synckv.anticipate(**rest, static=taken, k_dynamic=truth.dynamic.shape[-1])
+    with field("dynamic"):
+        assert_chosen_right(dynamic, expected, case, taken, what="dynamic")
+
+
+def _are_tokens(static: Any, expected: Tensor, slots: int) -> bool:
+    """True if a static set has the right shape and names distinct slots."""
+    if isinstance(static, Missing) or static.dtype != torch.int64 or static.shape != expected.shape:
+        return False
+    if not bool(((static >= -1) & (static < slots)).all()):
+        return False
+    ordered = static.sort(-1).values
+    return not bool(((ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)).any())
 
 
 def assert_anticipation_right(actual: Tensor, case: SetsCase) -> None:
     """actual: `anticipate(**case.step_inputs)`."""
     truth = synckv.anticipate(**upcast_all(case.step_inputs))
-    assert_chosen_right(actual, truth, case, case.static if case.exclude_static else None, what="dynamic")
+    with field("dynamic"):
+        assert_chosen_right(actual, truth, case, case.static if case.exclude_static else None, what="dynamic")
+
+
+def _subjects() -> Iterator[Subject]:
+    found = aspects(
+        tied=TIED, extreme=("overflow_88", "extreme_1e4", "many_87", "all_below_104", "zero_query"),
+        masked=OCCUPANCIES[1:],
+    )
+    yield Subject("initial_sets", sets_cases, assert_initial_right, choices=("static", "dynamic"), aspects=found)
+    yield Subject("anticipate", sets_cases, assert_anticipation_right, choices=("dynamic",), aspects=found,
+                  inputs=lambda case: case.step_inputs)  # fmt: skip
+
+
+SUBJECTS = tuple(_subjects())
 
 
 def replay(case: SetsCase, module: Any) -> Iterator[str]:

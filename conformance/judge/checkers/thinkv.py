@@ -10,9 +10,10 @@ import torch
 
 from ....reference.thinkv import quantize
 from ...cases import tiny
+from ...cases.format_cases import BytesCase, FormatsCase, QuantizedCase
 from ...cases.paged_cases import FORMATS, PagedCase, config_of
 from ...cases.thought_cases import SegmentCase, SparsityCase
-from . import thinkv_eviction, thinkv_paging, thinkv_thoughts
+from . import thinkv_eviction, thinkv_formats, thinkv_paging, thinkv_thoughts
 from .thinkv_state import COMPILED, LONGEST, LOSSY, SMALL, VARIANTS, Adapter, bytes_of, configs, max_kept, poison
 
 __all__ = [
@@ -20,7 +21,7 @@ __all__ = [
     "VARIANTS", "Adapter", "arguments", "bytes_of", "configs", "max_kept", "parts", "poison", "replay",
 ]
 
-CASES = (PagedCase, SegmentCase, SparsityCase)
+CASES = (PagedCase, SegmentCase, SparsityCase, FormatsCase, QuantizedCase, BytesCase)
 ON_THE_HOST = ("calibrate",)
 SCORED = False
 #: Section 5.1, "hyperparameters", has tau, group and block, and "R and E thoughts to 4-bits, T to 2"; section 3.3.2 a
@@ -32,13 +33,15 @@ DEFAULTS = {
     "edges": None, "max_tokens": 32768, "scale": None,
 }
 SAME = ("group", "sparsity_of")
-SUBJECTS = (thinkv_thoughts.SPARSITY, thinkv_eviction.REPRESENTATIVES, thinkv_paging.ATTENTION)
+SUBJECTS = (
+    thinkv_thoughts.SPARSITY, thinkv_eviction.REPRESENTATIVES, thinkv_paging.ATTENTION, *thinkv_formats.SUBJECTS,
+)
 
 
 def replay(case: Any, module: Any) -> Iterator[str]:
     """See the package."""
-    judge = {PagedCase: thinkv_paging, SegmentCase: thinkv_eviction, SparsityCase: thinkv_thoughts}[type(case)]
-    yield from judge.replay(case, module)
+    judge = {PagedCase: thinkv_paging, SegmentCase: thinkv_eviction, SparsityCase: thinkv_thoughts}
+    yield from judge.get(type(case), thinkv_formats).replay(case, module)
 
 
 def paged_cache(device: torch.device) -> Any:

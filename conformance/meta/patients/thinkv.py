@@ -113,3 +113,29 @@ class OnlyFloat16(PagedCache):
         if dtype != torch.float16:
             raise NotImplementedError(f"dtype {dtype}")
         super().__init__(config, dtype=dtype, **sizes)
+
+
+class HalvesUp(Quantize):
+    """Wrong: of two levels that are equally near, the larger one."""
+
+    def index(self, ratio: Tensor, levels: Tensor) -> Tensor:
+        halfway = (levels[1:] + levels[:-1]) / 2
+        return torch.bucketize(ratio.contiguous(), halfway, right=True)
+
+
+class LastGroupIsWhole(Quantize):
+    """Wrong: numbers of the group before belong to a last group that is not full, too."""
+
+    def __call__(self, x: Tensor, fmt: str, *, axis: int, group: int = 16, **options: Any) -> Quantized:
+        along = x.dim() - 2 if fmt == "fp8" or axis in (-2, x.dim() - 2) else x.dim() - 1
+        length, whole = x.shape[along], x.shape[along] // group * group
+        found = super().__call__(x, fmt, axis=axis, group=group, **options)
+        if fmt == "unquantized" or not whole or whole == length:
+            return found
+        tail = super().__call__(x.narrow(along, length - group, group), fmt, axis=axis, group=group, **options)
+        at = along - x.dim() if fmt != "fp8" else -1
+        found.codes.narrow(along, whole, length - whole).copy_(
+            tail.codes.narrow(along, group - length + whole, length - whole)
+        )
+        found.scales.select(at, -1).copy_(tail.scales.select(at, -1))
+        return found
