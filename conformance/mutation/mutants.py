@@ -7,11 +7,12 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..judge.properties import PROPERTIES
 from . import kill_matrix, others
 
 HERE = Path(__file__).resolve().parent.parent  # the folder of all tests
 TEXTS = ("name", "file", "what")
-OPTIONAL = ("control", "crash", "class")
+OPTIONAL = ("control", "crash", "class", "fits")
 #: Classes of mistakes that tests can overlook as a whole, each with a letter.
 CLASSES = {
     "a": "a tensor is walked by the strides of another",
@@ -30,7 +31,8 @@ class MutantError(ValueError):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One ``[[mutant]]``; ``method`` is the name of its file."""
+    """One ``[[mutant]]``; ``method`` is the name of its file. fits: the properties under which a verdict may call it
+    wrong, empty: any."""
 
     name: str
     method: str
@@ -41,6 +43,7 @@ class Mutant:
     control: str
     crash: bool = False
     of_class: str = ""
+    fits: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -92,6 +95,10 @@ def _load_file(file: Path, method: str = "") -> list[Mutant]:
         table = {"control": control, "of_class": table.pop("class", ""), **table}
         if table["of_class"] not in ("", *CLASSES):
             raise MutantError(f"{where}: class must be one of {', '.join(CLASSES)}, got {table['of_class']!r}")
+        table["fits"] = tuple(table.get("fits", ()))
+        unfit = [name for name in table["fits"] if name not in PROPERTIES]
+        if unfit:
+            raise MutantError(f"{where}: fits must list properties ({', '.join(PROPERTIES)}), got {unfit}")
         if not isinstance(table["control"], str):
             raise MutantError(f"{where}: neither the mutant nor the file has a control")
         if table["control"] in table["killers"]:
