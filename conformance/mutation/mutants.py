@@ -63,6 +63,11 @@ class Mutant:
         return mutated
 
 
+def is_of(test: str, named: str) -> bool:
+    """Whether a test is `named`, one of its parameter sets, or a test of that file."""
+    return test == named or test.startswith((f"{named}[", f"{named}::"))
+
+
 def load(folder: Path = HERE) -> list[Mutant]:
     """All mutants by method, in the order of the files. Raises MutantError for an invalid file."""
     mutants = [mutant for file in sorted(folder.rglob(kill_matrix.MUTANTS)) for mutant in _load_file(file)]
@@ -92,18 +97,16 @@ def _load_file(file: Path, method: str = "") -> list[Mutant]:
             raise MutantError(f"{where}: unknown {sorted(unknown)}, missing {missing}")
         if not all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in table["replace"]):
             raise MutantError(f"{where}: replace must be a list of [old text, new text]")
-        table = {"control": control, "of_class": table.pop("class", ""), **table}
+        table = {"control": control, "of_class": table.pop("class", ""), "fits": [], **table}
         if table["of_class"] not in ("", *CLASSES):
             raise MutantError(f"{where}: class must be one of {', '.join(CLASSES)}, got {table['of_class']!r}")
-        table["fits"] = tuple(table.get("fits", ()))
-        unfit = [name for name in table["fits"] if name not in PROPERTIES]
-        if unfit:
-            raise MutantError(f"{where}: fits must list properties ({', '.join(PROPERTIES)}), got {unfit}")
+        if not isinstance(table["fits"], list) or not set(table["fits"]) <= set(PROPERTIES):
+            raise MutantError(f"{where}: fits must be a list of {', '.join(PROPERTIES)}, got {table['fits']!r}")
         if not isinstance(table["control"], str):
             raise MutantError(f"{where}: neither the mutant nor the file has a control")
         if table["control"] in table["killers"]:
             raise MutantError(f"{where}: the control is one of the killers")
         table["replace"] = tuple((old, new) for old, new in table["replace"])
-        table["killers"] = tuple(table["killers"])
+        table["killers"], table["fits"] = tuple(table["killers"]), tuple(table["fits"])
         found.append(Mutant(method=method, **table))
     return found

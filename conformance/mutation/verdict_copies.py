@@ -1,8 +1,8 @@
 """Copies of kvtwin's two sides under another package name, so that a verdict judges them as anybody's implementation.
 
-``kvtwin verify METHOD --impl MODULE`` never judges the installed ``kvtwin.optimized`` by another path than a stranger's
-module. A mutant therefore lies in a package of its own, `PACKAGE`, and kvtwin itself stays as it is: the oracle, and the
-parts of `kvtwin.optimized` that some tests import directly, are never the mutant.
+``kvtwin verify METHOD --impl MODULE`` judges a stranger's module. A mutant therefore lies in a package of its own,
+`PACKAGE`, and kvtwin itself stays as it is: neither the oracle, nor the parts of `kvtwin.optimized` that some tests
+import directly, are ever the mutant.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def rewritten(source: str, place: str) -> str:
         module = ".".join(["kvtwin", *place.removesuffix(".py").removesuffix("/__init__").split("/")])
         lines = source.splitlines(keepends=True)
         for node in _shared(ast.parse(source)):  # right after the definition: a class below may hold it
+            assert node.end_lineno is not None
             lines[node.end_lineno - 1] += f"\n\nfrom {module} import {node.name}\n"
         return "".join(lines)
     dots = r"\." * len(place.split("/"))
@@ -160,6 +161,6 @@ def digest_of(folders: Iterable[Path]) -> str:
     for folder in folders:
         for file in sorted(folder.rglob("*.py")):
             inner = file.relative_to(folder)
-            if "meta" not in inner.parts and not inner.parts[0] == "mutation":
+            if "meta" not in inner.parts and inner.parts[0] != "mutation":
                 made.update(f"{folder.name}/{inner.as_posix()}".encode() + b"\0" + file.read_bytes())
     return made.hexdigest()[:12]

@@ -7,9 +7,11 @@ METHOD --impl``, and stops at the first property that is wrong (of those in the 
 are not shrunk. Tests that are likely to find the mutant come first: the one that found it before, then its killers.
 
 The results are lines of JSON in the file ``--results``, written as they come. A mutant whose line is of the present
-sources is not judged again, so a run that was interrupted continues. Each side is also judged unchanged, and must be
-right. ``--store`` writes the results to verdict_matrix.json. Exit code 0 if all mutants were judged (whatever the
-verdict), 1 if some were not, or an unchanged side is not right, 2 if a file of mutants or an argument is invalid.
+sources is not judged again, so a run that was interrupted continues, and files of several machines can be joined. Each
+side is also judged unchanged, and must be right. ``--store`` writes the results to verdict_matrix.json, from which the
+documentation makes a page; verdict_reasons.toml says why mutants are not found. Exit code 0 if all mutants were judged,
+whatever the verdict, 1 if some were not, or an unchanged side is not right, 2 if a file of mutants or an argument is
+invalid.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import random
 import shutil
 import sys
@@ -31,14 +32,15 @@ from typing import Any
 from ..progress import bar, say
 from . import verdict_copies as copies
 from . import verdict_results as results
-from .kill_matrix import MUTANTS
 from .mutants import Mutant, MutantError, load
 from .mutate import Tree, here
 from .verdict_copies import Subject
 from .verdict_results import Row
-from .verdict_server import Server, ServerError
+from .verdict_server import Server, ServerError, StartError
 
 SECONDS = 600.0  # of one mutant
+#: Exceptions of a mutant that cannot run, which any test detects.
+CANNOT_RUN = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 MOST_STARTS = 5  # of the server, without a result in between
 
 
@@ -144,9 +146,12 @@ class Run:
 class Bench:
     """Judges subjects in the children of a server, which is started again if it ends."""
 
-    def __init__(self, tree: Tree, root: Path, run: Run) -> None:
-        self.tree, self.root, self.run = tree, root, run
-        tree.copy(root / "kvtwin-copy")
+    def __init__(
+        self, tree: Tree, root: Path, run: Run, *, judge: Tree | None = None, tests: Sequence[str] = ()
+    ) -> None:
+        """tree: with the sides that are judged; judge: with the suite, by default the same; tests: as in `Server`."""
+        self.tree, self.root, self.run, self.tests = tree, root, run, tests
+        (judge or tree).copy(root / "kvtwin-copy")
         for side in copies.SIDES:
             copies.copy(side, tree.folders[side], root / side)
         self._server: Server | None = None
@@ -192,7 +197,8 @@ class Bench:
         if self._server is None:
             self._starts += 1
             self._server = Server(
-                self.root / "kvtwin-copy", self.root / "server", seed=self.run.seed, profile=self.run.profile
+                self.root / "kvtwin-copy", self.root / "server", seed=self.run.seed, profile=self.run.profile,
+                tests=self.tests,
             )
             ready = self._server.start()
             say(f"{ready['tests']} tests collected in {ready['seconds']:.0f} s", sys.stderr)
@@ -264,10 +270,12 @@ def row_of_run(subject: Subject, found: Mapping[str, Any], *, sources: str, seco
     fits = mutant.fits if mutant is not None else ()
     fitting = [one for one in wrong if not fits or one["property"] in fits]
     shown = (fitting or wrong)[0]
+    if shown["error"] in CANNOT_RUN:
+        return Row(**facts, status=results.BROKEN, test=shown["test"], error=shown["error"], detail=shown["message"])
     properties = dict.fromkeys([shown["property"], *(one["property"] for one in wrong)])
     return Row(
         **facts, status=results.WRONG if fitting else results.UNFIT, properties=tuple(map(str, properties)),
-        test=shown["test"], error=shown["error"], detail=f"{shown['message']} | {shown['case']}"[:700],
+        test=shown["test"], error=shown["error"], detail=f"{shown['message']} {shown['case'] or ''}".strip()[:500],
     )
 
 
@@ -331,15 +339,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MutantError as error:
         print(error, file=sys.stderr)
         return 2
-    except ServerError as error:
+    except (ServerError, StartError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"\n{results.summary(rows)}\n\n{time.monotonic() - started:.0f} s")
     if options.store:
-        results.store(rows, [mutant.name for mutant in mutants], {
-            "command": f"python -m kvtwin.conformance.mutation verdict {' '.join(arguments or sys.argv[2:])}",
-            "seed": options.seed, "profile": options.profile,
-        })
+        results.store(rows, [mutant.name for mutant in mutants], seed=options.seed, profile=options.profile)
     judged = {row.name for row in rows}
     left = [mutant.name for mutant in mutants if mutant.name not in judged]
     if left:

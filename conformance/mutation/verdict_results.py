@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .kill_matrix import RUNS_WITH
 
 HERE = Path(__file__).resolve().parent
-STORED = HERE / "verdict_matrix.json"
+STORED, REASONS = HERE / "verdict_matrix.json", HERE / "verdict_reasons.toml"
 SCHEMA = 1
 
 #: Statuses. wrong: found, under a property that fits; unfit: wrong under other properties alone; right and not covered:
@@ -92,13 +93,18 @@ def append(path: Path, row: Row) -> None:
         file.write(json.dumps(row.as_dict()) + "\n")
 
 
-def store(rows: Iterable[Row], order: Sequence[str], about: Mapping[str, Any], path: Path = STORED) -> None:
-    """Write rows to the stored file, one line each, in the order of the mutants' names; the others' rows are left out.
-    about: of the run."""
+def store(rows: Iterable[Row], order: Sequence[str], *, seed: int, profile: str, path: Path = STORED) -> None:
+    """Write the rows of mutants to the stored file, one line each, in the order of their names. What a stranger sees of
+    those that were found, a message and a case, is left out."""
     by_name = {row.name: row for row in rows if not row.is_baseline}
+    kept = [by_name[name] for name in order if name in by_name]
+    tables = [(replace(row, detail="") if row.status == WRONG else row).as_dict() for row in kept]
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in RUNS_WITH}
-    head = json.dumps({"schema": SCHEMA, **about, "versions": versions}, indent=1).removesuffix("\n}")
-    lines = ",\n  ".join(json.dumps(by_name[name].as_dict()) for name in order if name in by_name)
+    head = json.dumps({
+        "schema": SCHEMA, "command": "python -m kvtwin.conformance.mutation verdict --store", "seed": seed,
+        "profile": profile, "versions": versions, "cpu_seconds": round(sum(row.cpu for row in kept)),
+    }, indent=1).removesuffix("\n}")
+    lines = ",\n  ".join(json.dumps(table) for table in tables)
     path.write_text(f'{head},\n "mutants": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
 
 
@@ -107,6 +113,11 @@ def stored(path: Path = STORED) -> list[Row]:
     if not path.is_file():
         return []
     return [row_of(table) for table in json.loads(path.read_text(encoding="utf-8"))["mutants"]]
+
+
+def reasons(path: Path = REASONS) -> dict[str, str]:
+    """Why mutants are not found, by their names. One that has no reason is open."""
+    return {str(name): str(reason) for name, reason in tomllib.loads(path.read_text(encoding="utf-8")).items()}
 
 
 # Sums ---------------------------------------------------------------------------------------------------------------
@@ -167,7 +178,8 @@ def summary(rows: Sequence[Row]) -> str:
     sides that are not right."""
     mutants = [row for row in rows if not row.is_baseline]
     width = max((len(row.method) for row in mutants), default=3)
-    lines = [f"{'method':{width}}  wrong  judged  {'share (95 %)':22} unfit  right  not covered  broken  outside  median s"]
+    lines = [f"{'method':{width}}  wrong  judged  {'share (95 %)':22} unfit  right  not covered  broken  outside  "
+             "median s"]
     for share in shares(mutants):
         of_it = sorted(row.seconds for row in mutants if share.method in (row.method, "all") and row.status == WRONG)
         count = share.statuses
@@ -179,7 +191,7 @@ def summary(rows: Sequence[Row]) -> str:
     found = shares(mutants)[-1].properties
     lines += ["", "found by: " + (", ".join(f"{name} {count}" for name, count in found.most_common()) or "nothing")]
     errors = Counter(row.error for row in mutants if row.status == WRONG)
-    lines += ["exceptions: " + (", ".join(f"{name or 'none'} {count}" for name, count in errors.most_common()) or "none")]
+    lines += [f"exceptions: {', '.join(f'{name} {count}' for name, count in errors.most_common()) or 'none'}"]
     for row in rows:
         if row.is_baseline and row.status != RIGHT:
             lines += ["", f"the copy is not right: {row.name}: {row.status} {', '.join(row.properties)} {row.detail}"]

@@ -9,6 +9,7 @@ runs them, and writes what it found.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -22,13 +23,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .mutants import is_of
 from .verdict_copies import PACKAGE
 
 PROFILE = "verdict"
@@ -38,7 +40,11 @@ FIRST = ("test_properties.py", "test_lockstep.py", "test_laws.py")
 
 
 class ServerError(RuntimeError):
-    """The server ended, or could not start."""
+    """The server ended."""
+
+
+class StartError(RuntimeError):
+    """The server could not start."""
 
 
 # The client ---------------------------------------------------------------------------------------------------------
@@ -47,8 +53,9 @@ class ServerError(RuntimeError):
 class Server:
     """The server's process. `start` returns when the tests are collected; `close` ends it."""
 
-    def __init__(self, root: Path, folder: Path, *, seed: int, profile: str) -> None:
-        """root: a folder with a copy of kvtwin; folder: for what the server writes."""
+    def __init__(self, root: Path, folder: Path, *, seed: int, profile: str, tests: Sequence[str] = ()) -> None:
+        """root: a folder with a copy of kvtwin; folder: for what the server writes; tests: the files of tests to
+        collect, relative to the folder of all tests, by default those of a verdict."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / PACKAGE).mkdir(exist_ok=True)
         (folder / PACKAGE / "__init__.py").write_text("", encoding="utf-8")
@@ -58,7 +65,7 @@ class Server:
         for name in ("PYTEST_ADDOPTS", "PYTHONPYCACHEPREFIX", "CI"):
             environ.pop(name, None)
         self.output = folder / "server.txt"
-        command = [sys.executable, "-P", "-m", __name__, "--seed", str(seed), "--profile", profile]
+        command = [sys.executable, "-P", "-m", __name__, "--seed", str(seed), "--profile", profile, *tests]
         with self.output.open("w") as output:
             self._process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
@@ -66,8 +73,11 @@ class Server:
             )
 
     def start(self) -> dict[str, Any]:
-        """Wait for the collection. Returns {"tests": how many, "seconds": how long}. Raises ServerError."""
-        return self.answer()
+        """Wait for the collection. Returns {"tests": how many, "seconds": how long}. Raises StartError."""
+        try:
+            return self.answer()
+        except ServerError as error:
+            raise StartError(str(error)) from None
 
     def order(self, **what: Any) -> None:
         """Judge an implementation, see `Order`. Raises ServerError."""
@@ -79,7 +89,8 @@ class Server:
             raise ServerError(self._said()) from None
 
     def answer(self) -> dict[str, Any]:
-        """The next answer: the order's number, exit code, seconds, and whether its time was over. Raises ServerError."""
+        """The next answer: the order's number, its exit code and seconds, and whether its time was over. Raises
+        ServerError."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -95,10 +106,8 @@ class Server:
     def close(self) -> None:
         """End the server and all its children."""
         if self._process.stdin is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-            except BrokenPipeError:
-                pass
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
@@ -113,9 +122,12 @@ class Server:
 
 @dataclass(frozen=True)
 class Order:
-    """What a child does. number: of the order; implementation: the folder of `PACKAGE`; method: to judge; folder: to
-    work in, where result.json goes; module: the mutated one; first: tests to begin with, the likeliest first; fits:
-    the properties whose failure ends the run, empty: any; seconds: of wall time and of CPU, after which it is killed."""
+    """What a child does.
+
+    number: of the order; implementation: the folder of `PACKAGE`; method: to judge; folder: to work in, where
+    result.json goes; module: the mutated one; first: tests to begin with, the likeliest first; fits: the properties
+    whose failure ends the run, empty: any; seconds: of wall time and of CPU, after which it is killed.
+    """
 
     number: int
     implementation: str
@@ -210,10 +222,10 @@ class Forks:
                     _kill(process)
                 continue
             del self.children[process]
-            _kill(process)  # its group may hold processes that it started
+            _kill_group(process)  # what it started and left
             self._say(
                 number=child.order.number, code=os.waitstatus_to_exitcode(status), late=child.late,
-                seconds=round(now - child.started, 1), cpu=round(used.ru_utime + used.ru_stime, 1),
+                seconds=round(now - child.started, 2), cpu=round(used.ru_utime + used.ru_stime, 2),
             )
 
     def _say(self, **what: Any) -> None:
@@ -271,13 +283,15 @@ class Forks:
         os._exit(0)
 
 
-def _kill(group: int) -> None:
-    """Kill a child and the processes that it started."""
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(group, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
+def _kill(process: int) -> None:
+    """Kill a child, which was not waited for, and the processes that it started."""
+    _kill_group(process)
+    os.kill(process, signal.SIGKILL)  # it may not have made its group yet
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def _suite_of(config: pytest.Config) -> Any:
@@ -307,11 +321,6 @@ def chosen(items: Sequence[pytest.Item], method: str, first: Sequence[str]) -> l
     return sorted((item for item in items if item.stash[suite.FACTS]["method"] == method), key=place)
 
 
-def is_of(test: str, named: str) -> bool:
-    """Whether a test is `named`, one of its parameter sets, or a test of that file."""
-    return test == named or test.startswith((f"{named}[", f"{named}::"))
-
-
 def found_by(suite: Any, order: Order) -> dict[str, Any]:
     """What a run found: the verdict, the wrong properties, and the test that found each first."""
     results = suite.collector.results
@@ -328,14 +337,13 @@ def found_by(suite: Any, order: Order) -> dict[str, Any]:
         if result.failed:
             found.append({
                 "property": wrong, "test": result.nodeid, "error": result.finding.get("error", ""),
-                "message": result.message[:400], "case": str(result.finding.get("case"))[:600],
-                "seconds": round(result.duration, 1),
+                "message": (result.message or "-").splitlines()[0][:300], "case": result.finding.get("case"),
             })
     return made | {"found": found}
 
 
-def _arguments(seed: int, profile: str) -> list[str]:
-    """pytest's command line: that of ``kvtwin verify --impl PACKAGE``, for the tests of all methods."""
+def _arguments(seed: int, profile: str, tests: Sequence[str]) -> list[str]:
+    """pytest's command line: that of ``kvtwin verify --impl PACKAGE``, for the tests of all methods, or for these."""
     from .. import __main__ as command
     from .. import discovery, plugin
 
@@ -345,6 +353,8 @@ def _arguments(seed: int, profile: str) -> list[str]:
     ])
     options.required, options.methods = [], [pair.name for pair in discovery.built_in()]
     made = [one for one in command.pytest_arguments(options) if not one.startswith("--kv-report")]
+    if tests:
+        made = [*(str(plugin.HERE / test) for test in tests), *made[1:]]  # the first one is the folder of all tests
     if not any(one.name == plugin.NAME for one in importlib.metadata.entry_points(group="pytest11")):
         made += ["-p", plugin.__name__]  # kvtwin is not installed, but on the path
     return [*made, "-s", f"--kv-profile-of-mutants={profile}"]
@@ -354,6 +364,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--profile", required=True)
+    parser.add_argument("tests", nargs="*")
     options = parser.parse_args()
     # Separate descriptors for orders and answers: what tests print, or read, must not mix with them.
     orders, answers = os.dup(0), os.dup(1)
@@ -361,7 +372,7 @@ def main() -> int:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     sys.path.insert(0, os.getcwd())
-    return int(pytest.main(_arguments(options.seed, options.profile), plugins=[Forks(orders, answers)]))
+    return int(pytest.main(_arguments(options.seed, options.profile, options.tests), plugins=[Forks(orders, answers)]))
 
 
 if __name__ == "__main__":
