@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.conformance.mutation import mutants as lists
 from kvtwin.conformance.mutation import mutate, verdict_copies, verdict_matrix, verdict_results
 from kvtwin.conformance.mutation.mutants import Mutant, MutantError
@@ -308,6 +310,28 @@ def test_stored_results(tmp_path):
     about = json.loads(path.read_text())
     assert about["seed"] == 3 and about["schema"] == verdict_results.SCHEMA and "torch" in about["versions"]
     assert sum('"status"' in line for line in path.read_text().splitlines()) == 2, "expected one line per mutant"
+
+
+def test_the_page_shows_the_sums_and_names_what_is_not_found(monkeypatch):
+    generate = docs_module("generate", "its page shows the stored results")
+    pages = importlib.import_module(f"{generate.__name__}.verdict_matrix")
+    rows = [
+        *(row(f"w{number}", WRONG, properties=("free_slots", "state"), cpu=float(number)) for number in range(3)),
+        row("alive", RIGHT), row("known", NOT_COVERED, "tova"), row("o", OUTSIDE, detail="it changes a cache"),
+    ]
+    monkeypatch.setattr(verdict_results, "stored", lambda: rows)
+    monkeypatch.setattr(verdict_results, "reasons", lambda: {"known": "it changes nothing"})
+    page = pages.verdict_matrix_page()
+    assert f"Stored: 6 of {len(MUTANTS):,} mutants." in page
+    for line in (
+        "| longflow | 4 | 3 | 75.0% (19% to 99%) | 0 | 1 | 0 | 0 | 1 |", "| all | 5 | 3 | 60.0% (15% to 95%) |",
+        "| free slots | 3 |", "| state | 0 |", "within 1.0 s of CPU", "| longflow | `alive` | what | right | open |",
+        "| tova | `known` | what | not covered | it changes nothing |", "it changes a cache (1): `o`.",
+    ):
+        assert line in page, line
+    assert "`w0`" not in page
+    monkeypatch.setattr(verdict_results, "stored", list)
+    assert "No results are stored." in pages.verdict_matrix_page()
 
 
 # Ours -----------------------------------------------------------------------------------------------------------------

@@ -84,5 +84,5 @@ def _outside(rows: Sequence[Row]) -> str:
     parts = ["## Outside"] + ([] if left else ["None."])
     for reason, count in Counter(row.detail for row in left).most_common():
         names = ", ".join(f"`{row.name}`" for row in left if row.detail == reason)
-        parts.append(f"{count} mutants: {escape(reason)}: {names}.")
+        parts.append(f"{escape(reason)} ({count}): {names}.")
     return "\n\n".join(parts)
