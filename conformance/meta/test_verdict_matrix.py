@@ -18,6 +18,7 @@ from kvtwin.conformance.mutation.mutants import Mutant, MutantError
 from kvtwin.conformance.mutation.verdict_copies import PACKAGE, Subject
 from kvtwin.conformance.mutation.verdict_matrix import Bench, Run, row_of_run
 from kvtwin.conformance.mutation.verdict_results import BROKEN, NOT_COVERED, OUTSIDE, RIGHT, UNFIT, WRONG, Row
+from kvtwin.conformance.mutation.verdict_server import ServerError
 
 MUTANTS = lists.load()
 NAMES = verdict_copies.names()
@@ -118,6 +119,50 @@ def test_a_broken_run_says_why(rows):
     assert "did not end within 6 s" in rows["loops"].detail and rows["loops"].seconds >= 6
     assert "cannot import name 'absent'" in rows["no-module"].detail
     assert f"imports {PACKAGE}.spare" in rows["never-imported"].detail
+
+
+class FragileServer:
+    """Stands in for a server, and ends whenever a mutant runs that aborts."""
+
+    started = 0
+
+    def __init__(self, *_: Path, **__: object) -> None:
+        FragileServer.started += 1
+        self.running: list[dict] = []
+
+    def start(self) -> dict:
+        return {"tests": 1, "seconds": 0.0}
+
+    def order(self, **what) -> None:
+        self.running.append(what)
+
+    def answer(self) -> dict:
+        for what in self.running:
+            if "abort" in Path(what["implementation"], PACKAGE, "longflow.py").read_text():
+                raise ServerError("it ended")
+        what = self.running.pop(0)
+        Path(what["folder"], "result.json").write_text(json.dumps(found(verdict="right")))
+        return {"number": what["number"], "code": 0, "late": False, "seconds": 1.0, "cpu": 1.0}
+
+    def close(self) -> None: ...
+
+
+def test_a_mutant_that_ends_the_server_does_not_end_the_run(tmp_path, monkeypatch):
+    (tmp_path / "optimized").mkdir()
+    (tmp_path / "optimized" / "longflow.py").write_text(CODE)
+    folders = {"optimized": tmp_path / "optimized", "reference": tmp_path / "optimized"}
+    bench = Bench(mutate.Tree("toy", folders), tmp_path / "bench", Run(3, 0, "quick", 60.0, "s", {}))
+    monkeypatch.setattr(verdict_matrix, "Server", FragileServer)
+    monkeypatch.setattr(FragileServer, "started", 0)
+    changes = dict.fromkeys(["a", "deadly", "b", "c", "deadly too", "d"], HIGHEST)
+    changes |= dict.fromkeys(["deadly", "deadly too"], "os.abort()")
+    subjects = [Subject("longflow", "optimized", mutant(name, new=new)) for name, new in changes.items()]
+    rows = {row.name: row for row in bench.judge(subjects)}
+    assert {name: rows[name].status for name in changes} == {
+        name: BROKEN if "deadly" in name else RIGHT for name in changes
+    }
+    assert rows["deadly"].detail == "the server ended twice while this ran"
+    assert FragileServer.started <= 6
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------

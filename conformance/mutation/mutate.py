@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -113,13 +114,13 @@ class Tree:
 
     def check(self, mutants: Iterable[Mutant]) -> None:
         """Raise MutantError, with all problems, unless each mutant applies, is Python, and names existing tests."""
-        problems = []
+        problems, tests_in = [], functools.cache(self.tests_in)
         for mutant in mutants:
             try:
                 compile(mutant.applied_to(self.source(mutant.file)), mutant.file, "exec")
                 for test in (mutant.control, *mutant.killers):
                     file, _, function = test.partition("::")
-                    if function and function.partition("[")[0] not in self.tests_in(file):
+                    if function and function.partition("[")[0] not in tests_in(file):
                         raise MutantError(f"test {test} does not exist")
             except (MutantError, SyntaxError) as error:
                 problems.append(f"{mutant.method}/{kill_matrix.MUTANTS}: {mutant.name}: {error}")

@@ -161,28 +161,27 @@ class Bench:
         """The rows of subjects, in the order in which they end. Ends early when the time of the run is over."""
         waiting = list(enumerate(todo))
         running: dict[int, Subject] = {}
-        tries: dict[int, int] = {}
+        suspects: set[int] = set()  # ran when the server ended: each is tried again, alone
         try:
             while (waiting and not self.run.over) or running:
                 try:
                     server = self._running()
-                    while waiting and len(running) < self.run.jobs and not self.run.over:
+                    while waiting and not self.run.over and len(running) < self._most(waiting, running, suspects):
                         number, subject = waiting.pop(0)
                         running[number] = subject
                         server.order(**self._order(number, subject))
                     answer = server.answer()
                 except ServerError as error:
-                    # All children are gone with it. One of them may be the cause, so each is tried twice only.
                     self.close()
                     if self._starts >= MOST_STARTS:
                         raise
                     say(f"{error}; starting it again", sys.stderr)
-                    for number, subject in running.items():
-                        tries[number] = tries.get(number, 0) + 1
-                        if tries[number] > 1:
-                            yield self._row(subject, {"broken": "the server ended twice while this ran"}, 0.0, 0.0)
-                        else:
-                            waiting.insert(0, (number, subject))
+                    if len(running) == 1 and suspects >= running.keys():
+                        (subject,) = running.values()
+                        yield self._row(subject, {"broken": "the server ended twice while this ran"}, 0.0, 0.0)
+                    else:
+                        waiting[:0] = running.items()
+                        suspects |= running.keys()
                     running.clear()
                     continue
                 self._starts = 1
@@ -192,6 +191,10 @@ class Bench:
                 yield self._row(subject, self._result(answer), answer["seconds"], answer["cpu"])
         finally:
             self.close()
+
+    def _most(self, waiting: Sequence[tuple[int, Subject]], running: Mapping[int, Subject], suspects: set[int]) -> int:
+        """How many may run, with the next one that waits."""
+        return 1 if suspects & {waiting[0][0], *running} else self.run.jobs
 
     def _running(self) -> Server:
         if self._server is None:

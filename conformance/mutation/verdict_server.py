@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import importlib.metadata
 import json
@@ -35,6 +36,7 @@ from .verdict_copies import PACKAGE
 
 PROFILE = "verdict"
 TURN = 0.05  # seconds between two looks for ended children
+PR_SET_PDEATHSIG = 1  # of prctl(2)
 #: The files whose tests come first, after those that are likely to find a mutant.
 FIRST = ("test_properties.py", "test_lockstep.py", "test_laws.py")
 
@@ -236,6 +238,7 @@ class Forks:
     def _become(self, order: Order, session: pytest.Session) -> None:
         """Make this process a run of pytest on the order's implementation, with the tests of its method."""
         os.setsid()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the server, however it ends
         self.order, self.session = order, session
         os.close(self.answers)
         os.close(self.orders)
