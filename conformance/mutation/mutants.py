@@ -7,11 +7,12 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..judge.properties import PROPERTIES
 from . import kill_matrix, others
 
 HERE = Path(__file__).resolve().parent.parent  # the folder of all tests
 TEXTS = ("name", "file", "what")
-OPTIONAL = ("control", "crash", "class")
+OPTIONAL = ("control", "crash", "class", "fits")
 #: Classes of mistakes that tests can overlook as a whole, each with a letter.
 CLASSES = {
     "a": "a tensor is walked by the strides of another",
@@ -30,7 +31,8 @@ class MutantError(ValueError):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One ``[[mutant]]``; ``method`` is the name of its file."""
+    """One ``[[mutant]]``; ``method`` is the name of its file. fits: the properties under which a verdict may call it
+    wrong, empty: any."""
 
     name: str
     method: str
@@ -41,6 +43,7 @@ class Mutant:
     control: str
     crash: bool = False
     of_class: str = ""
+    fits: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -58,6 +61,11 @@ class Mutant:
         if mutated == source:
             raise MutantError("changes nothing")
         return mutated
+
+
+def is_of(test: str, named: str) -> bool:
+    """Whether a test is `named`, one of its parameter sets, or a test of that file."""
+    return test == named or test.startswith((f"{named}[", f"{named}::"))
 
 
 def load(folder: Path = HERE) -> list[Mutant]:
@@ -89,14 +97,16 @@ def _load_file(file: Path, method: str = "") -> list[Mutant]:
             raise MutantError(f"{where}: unknown {sorted(unknown)}, missing {missing}")
         if not all(isinstance(pair, list) and [type(text) for text in pair] == [str, str] for pair in table["replace"]):
             raise MutantError(f"{where}: replace must be a list of [old text, new text]")
-        table = {"control": control, "of_class": table.pop("class", ""), **table}
+        table = {"control": control, "of_class": table.pop("class", ""), "fits": [], **table}
         if table["of_class"] not in ("", *CLASSES):
             raise MutantError(f"{where}: class must be one of {', '.join(CLASSES)}, got {table['of_class']!r}")
+        if not isinstance(table["fits"], list) or not set(table["fits"]) <= set(PROPERTIES):
+            raise MutantError(f"{where}: fits must be a list of {', '.join(PROPERTIES)}, got {table['fits']!r}")
         if not isinstance(table["control"], str):
             raise MutantError(f"{where}: neither the mutant nor the file has a control")
         if table["control"] in table["killers"]:
             raise MutantError(f"{where}: the control is one of the killers")
         table["replace"] = tuple((old, new) for old, new in table["replace"])
-        table["killers"] = tuple(table["killers"])
+        table["killers"], table["fits"] = tuple(table["killers"]), tuple(table["fits"])
         found.append(Mutant(method=method, **table))
     return found

@@ -14,6 +14,7 @@ to a copy of the package and runs, in a separate process (mutate_server.py), the
     control = "test_..."                        # optional: another control for this one
     crash = true                                # optional: dying from a signal counts as killed
     class = "a"                                 # optional: one of CLASSES
+    fits = ["decisions", "state"]               # optional: what a verdict may call wrong (verdict_matrix.py)
 
 The mutants of another package's method (see own_methods.py) are in its folder. Files and tests of that package begin
 with the package's name: "key_norm/optimized.py", "key_norm/test_key_norm.py::test_ties".
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -50,7 +52,7 @@ from ..own_methods import MethodError
 from ..progress import bar, say
 from . import kill_matrix, mutate_probe, others
 from .kill_matrix import Result
-from .mutants import HERE, Mutant, MutantError, everyone
+from .mutants import HERE, Mutant, MutantError, everyone, is_of
 from .mutate_probe import ORDER, PROFILE
 from .mutate_server import Server
 
@@ -112,13 +114,13 @@ class Tree:
 
     def check(self, mutants: Iterable[Mutant]) -> None:
         """Raise MutantError, with all problems, unless each mutant applies, is Python, and names existing tests."""
-        problems = []
+        problems, tests_in = [], functools.cache(self.tests_in)
         for mutant in mutants:
             try:
                 compile(mutant.applied_to(self.source(mutant.file)), mutant.file, "exec")
                 for test in (mutant.control, *mutant.killers):
                     file, _, function = test.partition("::")
-                    if function and function.partition("[")[0] not in self.tests_in(file):
+                    if function and function.partition("[")[0] not in tests_in(file):
                         raise MutantError(f"test {test} does not exist")
             except (MutantError, SyntaxError) as error:
                 problems.append(f"{mutant.method}/{kill_matrix.MUTANTS}: {mutant.name}: {error}")
@@ -190,7 +192,7 @@ class Lab:
         facts, code, seconds = self._pytest(self.pristine, tests)
         passed = {fact["test"] for fact in facts if fact.get("outcome") == "passed"}
         bad = [fact for fact in facts if fact.get("outcome") in ("wrong", "error") or "broken" in fact]
-        lacking = [test for test in tests if not any(_is_of(done, test) for done in passed)]
+        lacking = [test for test in tests if not any(is_of(done, test) for done in passed)]
         if bad or lacking or code:
             said = [f"{fact.get('test', '')} {fact.get('message', fact.get('broken', ''))}".strip() for fact in bad]
             lacking = [f"{test} did not pass" for test in lacking]
@@ -251,17 +253,12 @@ class Lab:
         return facts, code, seconds
 
 
-def _is_of(test: str, named: str) -> bool:
-    """Whether a test is `named`, one of its parameter sets, or a test of that file."""
-    return test == named or test.startswith((f"{named}[", f"{named}::"))
-
-
 def verdict(mutant: Mutant, facts: Sequence[dict[str, Any]], code: int) -> dict[str, Any]:
     """status, killed_by, let_live and detail of a mutant, from the probe's records and the exit code."""
     said = {fact["test"]: fact for fact in facts if "test" in fact}  # the last record of each test
-    control = [fact for test, fact in said.items() if _is_of(test, mutant.control)]
+    control = [fact for test, fact in said.items() if is_of(test, mutant.control)]
     named = {
-        killer: [fact["outcome"] for test, fact in said.items() if _is_of(test, killer)] for killer in mutant.killers
+        killer: [fact["outcome"] for test, fact in said.items() if is_of(test, killer)] for killer in mutant.killers
     }
     # A signal struck in a test that started and did not end.
     deadly = {"wrong", "started"} if code < 0 and mutant.crash and code != -signal.SIGXCPU else {"wrong"}

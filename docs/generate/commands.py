@@ -22,14 +22,15 @@ COMMANDS = {
         "kvtwin.fixtures.needle", "kvtwin.fixtures.counterfactual", "kvtwin.fixtures.record",
     ),
     "develop": (
-        "kvtwin.conformance.mutation", "kvtwin.conformance.hosts", "kvtwin.conformance.soak",
-        "kvtwin.conformance.compile_only",
+        "kvtwin.conformance.mutation", "kvtwin.conformance.mutation verdict", "kvtwin.conformance.hosts",
+        "kvtwin.conformance.soak", "kvtwin.conformance.compile_only",
     ),
 }  # fmt: skip
 #: Where `main` is, of the packages among them.
 MAINS = {
     "kvtwin.conformance": "kvtwin.conformance.__main__",
     "kvtwin.conformance.mutation": "kvtwin.conformance.mutation.mutate",
+    "kvtwin.conformance.mutation verdict": "kvtwin.conformance.mutation.verdict_matrix",
 }
 TITLES = {"verify": "The command kvtwin", "results": "Claims, capacity, accuracy, traces", "develop": "Develop kvtwin"}
 

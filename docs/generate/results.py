@@ -10,12 +10,14 @@ from typing import Any
 
 from .markdown import escape, markdown_table
 from .stored import ROOT, baselines, benchmark_table, kill_matrices, machine_of, stored
+from .verdict_matrix import verdict_matrix_page
 
 
 def result_pages() -> dict[str, str]:
     return {
         "claims": claims_page(), "accuracy": accuracy_page(), "needle": needle_page(), "bands": bands_page(),
         "headline": headline_page(), "benchmarks": benchmarks_page(), "kill-matrix": kill_matrix_page(),
+        "verdict-matrix": verdict_matrix_page(),
     }  # fmt: skip
 
 
