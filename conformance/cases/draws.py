@@ -195,9 +195,11 @@ def _draw_enough(
     __tracebackhide__ = True
     counted = stats.current()
     assert counted is not None
+    before = 0  # a round without another case is the last one: a test may have a single case
     for number in range(MOST_ROUNDS):
-        if not 0 < (counted.cases or 0) < least_cases:
+        if not before < (counted.cases or 0) < least_cases:
             break
+        before = counted.cases or 0
         with _seeded(test, f"{name} again {number}"):
             test(**arguments)
     for number in range(MOST_ROUNDS if counted.asked else 0):
