@@ -183,7 +183,8 @@ def until_decided(
         if refusal is None:
             _draw_enough(test, name, least_cases, least_decisions, arguments)
     before = len(counted.judged)
-    _draw_each_dtype(test, name, dtypes, arguments)
+    if before or refusal is not None:  # otherwise the test does not say which cases it judged
+        _draw_each_dtype(test, name, dtypes, arguments)
     if refusal is not None and len(counted.judged) == before:
         raise refusal
 
