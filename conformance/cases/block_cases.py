@@ -122,7 +122,7 @@ class PositionsCase(Case):
     occupancy: str = "full"
 
     positions = property(lambda self: self.tensor("positions"))
-    dtype_name = ""  # type: ignore[assignment]
+    dtype_name = ""
 
     def make(self) -> dict[str, Tensor | None]:
         generator = self.generator()

@@ -183,7 +183,8 @@ def until_decided(
         if refusal is None:
             _draw_enough(test, name, least_cases, least_decisions, arguments)
     before = len(counted.judged)
-    _draw_each_dtype(test, name, dtypes, arguments)
+    if before or refusal is not None:  # otherwise the test does not say which cases it judged
+        _draw_each_dtype(test, name, dtypes, arguments)
     if refusal is not None and len(counted.judged) == before:
         raise refusal
 
@@ -195,9 +196,11 @@ def _draw_enough(
     __tracebackhide__ = True
     counted = stats.current()
     assert counted is not None
+    before = 0  # a round without another case is the last one: a test may have a single case
     for number in range(MOST_ROUNDS):
-        if not 0 < (counted.cases or 0) < least_cases:
+        if not before < (counted.cases or 0) < least_cases:
             break
+        before = counted.cases or 0
         with _seeded(test, f"{name} again {number}"):
             test(**arguments)
     for number in range(MOST_ROUNDS if counted.asked else 0):

@@ -67,7 +67,7 @@ class Coded(_Plain):
 
     key_scale = property(lambda self: self.tensors["key_scale"])
     value_scale = property(lambda self: self.tensors["value_scale"])
-    dtype_name = property(lambda self: str(FORMATS[self.fp8]).removeprefix("torch."))  # type: ignore[assignment]
+    dtype_name = property(lambda self: str(FORMATS[self.fp8]).removeprefix("torch."))
 
     def make(self) -> dict[str, Tensor | None]:
         content = {"near_ties": "duplicates"}.get(self.content, self.content)

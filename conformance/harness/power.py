@@ -36,7 +36,8 @@ ABOUT = (
 )
 #: Under a verdict on a CPU.
 ON_A_CPU = (
-    "on a CPU the sizes are the interpreter's; races, large sizes and a GPU's rounding need a GPU (docs: gpu-findings)"
+    "on a CPU, sizes are the interpreter's; only a GPU shows races, its rounding, large sizes: "
+    "docs/explanation/gpu-findings"
 )
 
 
@@ -56,6 +57,8 @@ def upper_limit(wrong: int, judged: int, confidence: float = CONFIDENCE) -> floa
         raise ValueError(f"wrong must be in 0..judged, and judged at least 1, got {wrong} and {judged}")
     if wrong == judged:
         return 1.0
+    if not wrong:
+        return -math.expm1(math.log1p(-confidence) / judged)
     from scipy.stats import beta  # takes most of a second to import
 
     return float(beta.ppf(confidence, wrong + 1, judged - wrong))

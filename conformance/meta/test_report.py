@@ -182,7 +182,7 @@ def test_the_page_says_what_a_verdict_rests_on():
     text = Page(page(sample([one for one in passed(440) if one.method == "tova"]))).text
     for part in ("10,000 elements", "fewer than 1 in 3,330", "190 decisive", "up to 48 slots", "float16 ", "layouts: "):
         assert part in text, part
-    assert "with a probability of at least 95 %" in text and "On a cpu the sizes" in text
+    assert "with a probability of at least 95 %" in text and "On a CPU, sizes are the interpreter's" in text
 
 
 @pytest.mark.parametrize(("implementation", "says"), [("json", "no test called it"), (None, "no method was tested")])

@@ -10,6 +10,7 @@ from kvtwin.conformance import Capabilities
 from kvtwin.conformance.harness import verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
+from kvtwin.conformance.judge.stats import JudgedCase
 
 
 def result(judges: str | None, outcome: str = "passed", **changes: Any) -> Result:
@@ -30,6 +31,7 @@ def of(name: str, *results: Result, **options: Any) -> verdict.Judgement:
 
 
 RIGHT = [result(name) for name in PROPERTIES]
+JUDGED = {dtype: JudgedCase(dtype, "contiguous", 2, 40, 4) for dtype in ("float32", "float16", "bfloat16")}
 
 
 def test_all_is_right():
@@ -238,11 +240,11 @@ def test_the_smallest_case_is_shown_with_its_command():
     assert "batch=3" not in text
 
 
-def test_the_table_has_at_most_thirty_lines():
+def test_the_table_has_at_most_31_lines():
     message, case = "x" * 500, "DecodeCase(" + "y" * 300 + ")"
     refused = {f"theirs: {number}": 2 for number in range(9)}
     wrong = [
-        result(name, "failed", message=message, missing={"score": 3}, refused=refused,
+        result(name, "failed", message=message, missing={"score": 3}, refused=refused, judged=JUDGED,
                finding={"property": name, "case": case, "replay": "kvtwin replay " + "z" * 200})
         for name in PROPERTIES
     ]  # fmt: skip
@@ -250,7 +252,9 @@ def test_the_table_has_at_most_thirty_lines():
         result(None, "not provided", touched=False, message=f"not provided: theirs.{number}") for number in range(40)
     ]
     found = judged(*wrong, *missing, result(None, "failed"), head_dims=(64,), ties="any")["longflow"]
-    assert len(list(verdict_table.lines(found, "theirs"))) <= 30
+    lines = list(verdict_table.lines(found, "theirs"))
+    assert len(lines) <= 31
+    assert "  cases: float32 11, float16 11, bfloat16 11; up to 40 slots; 66 rows; 1 layouts" in [text for text, _ in lines]
     names = ["theirs.39" in "\n".join(text for text, _ in verdict_table.lines(found, "theirs", verbose=verbose))
              for verbose in (False, True)]
     assert names == [False, True]

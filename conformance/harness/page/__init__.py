@@ -96,7 +96,7 @@ def _verdicts(report: Values) -> Iterator[str]:
     if found:
         yield f'<p class="soft">{text(power.ABOUT)}</p>'
     if found and report["environment"]["device"].startswith("cpu"):
-        yield f'<p class="soft">{text(power.ON_A_CPU.capitalize())}.</p>'
+        yield f'<p class="soft">{text(f"O{power.ON_A_CPU[1:]}")}.</p>'
 
 
 def _overview(report: Values) -> str:
