@@ -24,7 +24,7 @@ def filled(byte: int) -> Iterator[None]:
             made = make(*sizes, **options)
             if made.dtype == torch.bool:
                 return made.fill_(bool(byte))
-            made.untyped_storage().fill_(byte)
+            made.untyped_storage().fill_(byte)  # type: ignore[attr-defined]
             return made
 
         return allocate

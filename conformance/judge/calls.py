@@ -75,6 +75,11 @@ def returned(subject: Subject, module: Any, inputs: dict[str, Any]) -> dict[str,
     its inputs."""
     with unchanged(inputs):
         result = subject.result(module, inputs)
+    return fields_of(result)
+
+
+def fields_of(result: Any) -> dict[str, Tensor]:
+    """The tensors of a result, by field."""
     return {"result": result} if isinstance(result, Tensor) else tensors(result._asdict())
 
 

@@ -17,7 +17,7 @@ from ..cases import failures
 from ..cases.case import Case, StateTrace
 from ..cases.load import FILLS, Load, filled, scattered
 from . import fresh, stats
-from .calls import copies, returned
+from .calls import copies, fields_of, returned
 from .compare import fail
 from .subjects import StateSubject, Subject
 
@@ -35,9 +35,9 @@ def assert_repeats(subject: Subject, module: Any, case: Case, process: fresh.Pro
         inputs = subject.inputs(case)
 
         def call() -> Fields:
-            return returned(subject, module, inputs)
+            return fields_of(subject.result(module, inputs))
 
-        expected = copies(call())
+        expected = copies(returned(subject, module, inputs))
         process.ask(str(subject), case)
         try:
             for how, launches in _ways(call, torch.device(case.device)):
