@@ -14,7 +14,7 @@ from ...cases import block_cases, draws
 from ...cases.case import Case
 from .. import block_model
 from ..bounds import SLACK, UNIT, Arithmetic, Interval
-from ..variants import BLOCKS, INTERVALS, variant
+from ..variants import BLOCKS, INTERVALS, ONE, variant
 from . import blocks
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, received_error
@@ -27,6 +27,8 @@ LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
 VARIANTS = (
     *BLOCKS, *INTERVALS,
     variant("no-recent-tokens", {"recent": 0, "sinks": 2}, turns=((3, 2),)),
+    *(variant(f"newest-token-leaves-a-budget-of-{budget}", {"recent": 0}, **ONE | {"batch": 2, "key_value_heads": 3},
+              budget=budget, prompt=budget + 1, steps=9) for budget in (32, 33)),
     variant("all-but-one-protected", {"recent": 3, "sinks": 2, "interval": 2}, steps=9),
 )
 GROUPINGS = ({"interval": 3},)

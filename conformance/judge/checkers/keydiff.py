@@ -53,6 +53,9 @@ SMALL = {"block_size": 6}
 
 VARIANTS = (
     *BLOCKS,
+    # Several tiles of each of the programs that share a row.
+    variant("equal-keys-in-several-tiles", {"block_size": 300}, **ONE, content="equal_keys", budget=290, prompt=293,
+            steps=3),
     *(variant(f"odd-keys-with-{recent}-recent", {"recent": recent, "refresh": 2}, content="odd_keys", steps=9)
       for recent in (0, 2)),
     variant("odd-keys-beside-free-slots", content="odd_keys", budget=24, padding="random", long=False),
