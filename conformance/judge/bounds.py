@@ -81,8 +81,11 @@ def arithmetic(dtype: torch.dtype, *, weight_dtype: torch.dtype | None = None, b
 
 
 def gamma(count: Tensor | float) -> Any:
-    """n u / (1 - n u): the relative error of n successive roundings."""
-    return count * UNIT / (1 - count * UNIT)
+    """n u / (1 - n u): the relative error of n successive roundings; infinite from n u = 1 on, where it has no bound."""
+    lost = count * UNIT
+    if isinstance(lost, Tensor):
+        return torch.where(lost < 1, lost / (1 - lost), torch.inf)
+    return lost / (1 - lost) if lost < 1 else math.inf
 
 
 def logit_error(attention: Attention, allowed: Arithmetic) -> Tensor:
