@@ -51,8 +51,8 @@ def orders(kinds: Sequence[str], only: Sequence[str] | None, seeds: Iterable[int
     from ..meta.patients import planting
 
     chosen = {kind: found for kind, found in rows().items() if kind in kinds}
-    names = {name for found in chosen.values() for name in found}
-    unknown = sorted(set(only or ()) - names)
+    names = [name for found in chosen.values() for name in found]
+    unknown = sorted({*(only or ())} - {*names})
     if unknown:
         raise ValueError(f"no {', '.join(unknown)}; there are: {', '.join(names)}")
     return [
@@ -91,8 +91,8 @@ def counts(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, A
         properties = Counter(record["property"] for record in own if record.get("property"))
         found.setdefault(device, {}).setdefault(kind, {})[name] = {
             "seeds": len(own), "wrong": verdicts["wrong"], "right": verdicts["right"],
-            "properties": dict(properties.most_common()), "tests": median(record["tests"] for record in own),
-            "cases": median(record["cases"] for record in own), "seconds": median(record["seconds"] for record in own),
+            "properties": dict(properties.most_common()),
+            **{what: round(median(record[what] for record in own), 1) for what in ("tests", "cases", "seconds")},
         }
     return found
 
@@ -114,8 +114,15 @@ def store(found: dict[str, dict[str, dict[str, Any]]], machines: dict[str, str],
     old = json.loads(path.read_text(encoding="utf-8"))["devices"] if path.is_file() else {}
     versions = {"python": platform.python_version()} | {name: environment.version(name) for name in RUNS_WITH}
     new = {device: {"machine": machines[device], "versions": versions, **kinds} for device, kinds in found.items()}
-    text = json.dumps({"schema": SCHEMA, "devices": old | new}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(_laid_out({"schema": SCHEMA, "devices": old | new}, 4) + "\n", encoding="utf-8")
+
+
+def _laid_out(value: Any, depth: int, indent: str = "") -> str:
+    """JSON with a line per key of the outer `depth` levels."""
+    if depth == 0 or not isinstance(value, dict):
+        return json.dumps(value)
+    lines = [f"{indent} {json.dumps(key)}: {_laid_out(one, depth - 1, indent + ' ')}" for key, one in value.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def _seeds(text: str) -> range:

@@ -8,6 +8,7 @@ the process that forks does not.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -136,12 +137,11 @@ def _become_verdict(session: pytest.Session, order: Order, place: Path) -> None:
 
 
 def _verdict_of(session: pytest.Session, order: Order) -> dict[str, Any]:
-    from hypothesis import core
-
     from ..cases import failures
 
     begun = time.monotonic()
-    core.global_force_seed = order.seed  # type: ignore[attr-defined]
+    hypothesis: Any = importlib.import_module("hypothesis.core")
+    hypothesis.global_force_seed = order.seed
     running: suite.Suite = session.config.pluginmanager.get_plugin(plugin.SUITE)  # type: ignore[assignment]
     device = running.backend.device.type
     session.config.option.kv_impl = running.implementation = order.module

@@ -22,8 +22,8 @@ COMMANDS = {
         "kvtwin.fixtures.needle", "kvtwin.fixtures.counterfactual", "kvtwin.fixtures.record",
     ),
     "develop": (
-        "kvtwin.conformance.mutation", "kvtwin.conformance.hosts", "kvtwin.conformance.soak",
-        "kvtwin.conformance.compile_only",
+        "kvtwin.conformance.mutation", "kvtwin.conformance.mutation.power", "kvtwin.conformance.hosts",
+        "kvtwin.conformance.soak", "kvtwin.conformance.compile_only",
     ),
 }  # fmt: skip
 #: Where `main` is, of the packages among them.

@@ -38,5 +38,6 @@ RIGHT: dict[str, Style] = {
     "loops": Style(("keydiff", "snapkv"), "Python loops over rows and heads"),
     "mapped": Style(("longflow",), "torch.vmap over rows and KV heads"),
     "appending": Style(("tova",), 'a state that appends tokens and drops the evicted ones, slot_order = "any"'),
+    "unplanted": Style(("longflow", "snapkv"), "what faults are planted in: matrix products in float64"),
     "lists": Style(("streaming_llm",), 'a state of Python lists, one per KV head, slot_order = "any"'),
 }

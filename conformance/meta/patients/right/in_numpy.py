@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .... import Capabilities
 
-CAPABILITIES = Capabilities(validates_arguments=False)
+CAPABILITIES = Capabilities(max_batch=8, max_slots=2048, validates_arguments=False)  # more would take seconds
 
 
 def _array(tensor: Tensor) -> Any:

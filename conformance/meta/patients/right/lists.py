@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .... import Capabilities
 
-CAPABILITIES = Capabilities(slot_order="any", options={"inv_freq": (None,)}, validates_arguments=False)
+CAPABILITIES = Capabilities(
+    max_batch=4, max_slots=512, slot_order="any", options={"inv_freq": (None,)}, validates_arguments=False
+)
 
 
 class Token(NamedTuple):

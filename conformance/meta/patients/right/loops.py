@@ -10,7 +10,8 @@ from torch import Tensor
 from .... import Capabilities
 
 CAPABILITIES = Capabilities(
-    options={"anchor": ("mean_normalized",), "similarity": ("cosine",)}, validates_arguments=False
+    max_batch=4, max_slots=512,  # more would take seconds
+    options={"anchor": ("mean_normalized",), "similarity": ("cosine",)}, validates_arguments=False,
 )
 
 
@@ -31,7 +32,7 @@ def _first(rank: Tensor, held: Tensor, spared: Tensor, count: int) -> list[int]:
 
 
 def _padded(kept: list[int], count: int, device: torch.device) -> Tensor:
-    return torch.tensor([*kept, *[-1] * (count - len(kept))], device=device)
+    return torch.tensor([*kept, *[-1] * (count - len(kept))], dtype=torch.int64, device=device)
 
 
 def _unit(vector: Tensor) -> Tensor:
@@ -114,6 +115,13 @@ def _received(query: Tensor, key: Tensor, held: Tensor, scale: float) -> Tensor:
     return total / max(observing, 1)
 
 
+def _mean(tensors: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(tensors[0])
+    for tensor in tensors:
+        total = total + tensor
+    return total / len(tensors)
+
+
 def _pooled(received: Tensor, width: int) -> Tensor:
     """The mean of the `width` tokens around each, zeros beyond the ends."""
     padded = torch.nn.functional.pad(received, (width // 2, width // 2))
@@ -132,12 +140,12 @@ def compress(
     for row in range(key.shape[0]):
         held, spared = _mask(occupied, key, row, 0, True), _mask(protected, key, row, 0, False)
         received = [
-            sum(
+            _mean([
                 _received(query_window[row, head * group + number], key[row, head], held, scale)
                 for number in range(group)
-            ) / group for head in range(heads)
+            ]) for head in range(heads)
         ]
-        received = [sum(received) / heads] if shared_heads else received
+        received = [_mean(received)] if shared_heads else received
         kept = []
         for one in received:
             rank = torch.full((length,), torch.inf, device=key.device)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import types
 
-import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .... import Capabilities
 from .sums import OwnSum
 
 CAPABILITIES = Capabilities(validates_arguments=False)
-#: A loop over more terms takes too long: of these many parts, each is added from its last term to its first.
-PARTS = 512
+#: Longer sums are those of parts of so many terms: a loop over all of them takes too long.
+MOST = 512
 
 
 class ReversedSums(OwnSum):
     def sum_of(self, terms: Tensor) -> Tensor:
-        while terms.shape[-1] > 1:
-            parts = terms.split(PARTS, -1)
-            terms = torch.stack([self._one_by_one(part) for part in parts], -1)
-        return terms[..., 0]
+        while terms.shape[-1] > MOST:
+            terms = self._one_by_one(pad(terms, (0, -terms.shape[-1] % MOST)).unflatten(-1, (-1, MOST)))
+        return self._one_by_one(terms)
 
     def _one_by_one(self, terms: Tensor) -> Tensor:
         total = terms[..., -1]

@@ -27,7 +27,9 @@ with warnings.catch_warnings():
 
 class Scripted(Eager):
     def attend(self, logit: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        weight, output = attend(logit, value)
+        # Without what TorchScript learns from the first calls: others would have other bits.
+        with torch.jit.optimized_execution(False):
+            weight, output = attend(logit, value)
         return weight, output
 
 
