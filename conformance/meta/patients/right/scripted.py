@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from .... import Capabilities
 from .eager import Eager
 
 CAPABILITIES = Capabilities(validates_arguments=False)
+jit: Any = torch.jit  # whose types lack some of its functions
 
 
 def _attend(logit: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,13 +24,13 @@ def _attend(logit: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch deprecates TorchScript, which people still have
-    attend = torch.jit.script(_attend)
+    attend = jit.script(_attend)
 
 
 class Scripted(Eager):
     def attend(self, logit: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Without what TorchScript learns from the first calls: others would have other bits.
-        with torch.jit.optimized_execution(False):
+        with jit.optimized_execution(False):
             weight, output = attend(logit, value)
         return weight, output
 
