@@ -58,7 +58,8 @@ def default_device() -> torch.device:
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() not in ("", "0", "false", "off", "no", "n")
     if interpreted or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    # Before CUDA is used, the current device is the first. Asking would use it, and some processes fork after this.
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 @st.composite

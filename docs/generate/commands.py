@@ -22,7 +22,8 @@ COMMANDS = {
         "kvtwin.fixtures.needle", "kvtwin.fixtures.counterfactual", "kvtwin.fixtures.record",
     ),
     "develop": (
-        "kvtwin.conformance.mutation", "kvtwin.conformance.mutation verdict", "kvtwin.conformance.hosts",
+        "kvtwin.conformance.mutation", "kvtwin.conformance.mutation verdict", "kvtwin.conformance.mutation.power",
+        "kvtwin.conformance.hosts",
         "kvtwin.conformance.soak", "kvtwin.conformance.compile_only",
     ),
 }  # fmt: skip

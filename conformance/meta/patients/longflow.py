@@ -23,8 +23,8 @@ class Decode:
         k, v = self.read(key, value, held)
         logit = self.logits(query.double(), k) * (head_dim**-0.5 if scale is None else scale)     # [B, Hkv, G, S]
         logit = logit.masked_fill(~held[:, :, None], -INF)
-        weight = self.softmax(logit)
-        output = torch.einsum("bhgs,bhsd->bhgd", weight, v).flatten(1, 2).to(query.dtype)
+        weight, output = self.attend(logit, v, query.dtype)
+        output = output.flatten(1, 2).to(query.dtype)
         size = v.abs().mean(-1)[:, :, None]
         score, rank = self.scores(logit, weight, size, (2,) if per_head else (1, 2))
         held = held if per_head else held[:, 0]
@@ -39,6 +39,11 @@ class Decode:
     def logits(self, query: Tensor, key: Tensor) -> Tensor:
         # Not a matrix product: the order in which BLAS adds may depend on the slot, and equal keys must tie.
         return (query.unflatten(1, (key.shape[1], -1))[:, :, :, None] * key[:, :, None]).sum(-1)
+
+    def attend(self, logit: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weights [B, Hkv, G, S] and outputs [B, Hkv, G, D]. dtype: the inputs'."""
+        weight = self.softmax(logit)
+        return weight, torch.einsum("bhgs,bhsd->bhgd", weight, value)
 
     def softmax(self, logit: Tensor) -> Tensor:
         top = logit.amax(-1, keepdim=True)
