@@ -68,6 +68,17 @@ def test_functions_give_the_same_bits_in_a_hundred_launches(subject, twins, proc
     )
 
 
+@pytest.mark.property("repeatability")
+@pytest.mark.parametrize("subject", [subject for subject in SIZED if not subject.also], ids=str)
+def test_functions_give_the_same_bits_in_thousands_of_launches(subject, twins):
+    module = subject.module(twins.optimized)
+    check_each(
+        served.cases(subject, "repeatability", [served.OFTEN]),
+        lambda case: repeats.assert_repeats_often(subject, module, case),
+    )
+
+
+@pytest.mark.served(long=True)
 @pytest.mark.property("state")
 @pytest.mark.parametrize("subject", STATES, ids=str)
 def test_states_keep_step_with_float64(subject, twins, results):
@@ -80,6 +91,15 @@ def test_states_keep_step_with_float64(subject, twins, results):
     check_each(served.traces(subject), check)
 
 
+@pytest.mark.served(long=True)
+@pytest.mark.property("state")
+@pytest.mark.parametrize("subject", STATES, ids=str)
+def test_states_keep_step_for_hundreds_of_steps(subject, twins, results):
+    for field in subject.fields:
+        subject.check(subject.module(twins.optimized), served.long_trace(subject), field, results=results)
+
+
+@pytest.mark.served(long=True)
 @pytest.mark.property("repeatability")
 @pytest.mark.parametrize("subject", STATES, ids=str)
 def test_states_give_the_same_bits_again(subject, twins):

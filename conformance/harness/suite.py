@@ -31,7 +31,8 @@ MARKERS = (
     "slow: a test over two seconds long of the suite itself, of stored results or of imports; `tox` leaves it out, and "
     ".ci/run does not",
     "slow_on_cpu: a long test of kernels, of which a GPU says more: `slow` in Triton's interpreter alone",
-    "served: a test of sizes that people serve, which a GPU alone can hold; not collected on the CPU",
+    "served(long=False): a test of sizes that people serve, which a GPU alone can hold; deselected on the CPU, and a "
+    "long one also on kvtwin's own implementation with the profile gpu",
     "method(name): the tested method, if neither the file's name nor a parameter names it",
 )
 WARNINGS = (
@@ -276,8 +277,10 @@ class Suite:
             item.stash[FACTS] = results.classify(item)
             if self.backend.interpreter and item.get_closest_marker("slow_on_cpu") is not None:
                 item.add_marker("slow")
-        if self.backend.device.type == "cpu":
-            _keep(config, items, lambda item: item.get_closest_marker("served") is None)
+        on_cpu, short = self.backend.device.type == "cpu", self.implementation is None and draws.shares_kernels()
+        _keep(config, items, lambda item: not any(
+            on_cpu or (short and mark.kwargs.get("long")) for mark in item.iter_markers("served")
+        ))
         methods = options.methods(config)
         if methods is not None:
             _keep(config, items, lambda item: item.stash[FACTS]["method"] in methods)

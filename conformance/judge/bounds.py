@@ -81,7 +81,7 @@ def arithmetic(dtype: torch.dtype, *, weight_dtype: torch.dtype | None = None, b
 
 
 def gamma(count: Tensor | float) -> Any:
-    """n u / (1 - n u): the relative error of n successive roundings; infinite from n u = 1 on, where it has no bound."""
+    """n u / (1 - n u): the relative error of n successive roundings; infinite from n u = 1 on."""
     lost = count * UNIT
     if isinstance(lost, Tensor):
         return torch.where(lost < 1, lost / (1 - lost), torch.inf)

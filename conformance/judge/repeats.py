@@ -24,6 +24,8 @@ from .subjects import StateSubject, Subject
 #: Launches one after another, beside work on a second stream, on a second stream, with other contents and addresses of
 #: memory, from a graph.
 IDLE, LOADED, APART, ELSEWHERE, REPLAYED = 40, 30, 10, 15, 20
+#: Launches of a small call: if 1 launch in 1,000 is wrong, none of so many is with a probability of 5 %.
+OFTEN = 3000
 
 Fields = dict[str, Tensor]
 
@@ -48,6 +50,17 @@ def assert_repeats(subject: Subject, module: Any, case: Case, process: fresh.Pro
         if wrong:
             fail(f"{', '.join(wrong)} of a launch in a fresh process: {answer.get('error', 'other bits than here')}")
         stats.launches(1)
+    stats.judged_case(case, str(subject))
+
+
+def assert_repeats_often(subject: Subject, module: Any, case: Case) -> None:
+    """Launch the function's call OFTEN times. Raises compare.Mismatch."""
+    with failures.judging(str(subject)):
+        inputs = subject.inputs(case)
+        expected = copies(returned(subject, module, inputs))
+        _assert_same_bits(
+            (fields_of(subject.result(module, inputs)) for _ in range(OFTEN)), expected, "of launches one after another"
+        )
     stats.judged_case(case, str(subject))
 
 

@@ -36,8 +36,9 @@ CORE, CORE_CASES, OTHER_CASES = ("accuracy", "decisions"), len(MODELS), len(SIZE
 MOST_QUERIES = 16
 #: Layouts that would take many times the memory of the numbers; small cases have them.
 TOO_LARGE = ("spread", "spread_by_3", "far")
-#: A state's rows, prompt and steps.
+#: A state's rows, prompt and steps; the steps of one of a single row, and the sizes of a call that is made often.
 ROWS, PROMPT, STEPS = 64, 160, 200
+LONG, OFTEN = 520, (64, 130)
 #: The share of a GPU's memory that a case may need.
 SHARE = 0.7
 
@@ -49,18 +50,19 @@ def number_of(*what: object) -> int:
     return int.from_bytes(hashlib.sha256(repr((core.global_force_seed, *map(str, what))).encode()).digest()[:6], "big")
 
 
-def cases(subject: Subject, aspect: str) -> Iterator[Case]:
-    """The cases of a property. Tensors of a case are freed when the next one is asked for."""
+def cases(subject: Subject, aspect: str, sizes: Sequence[tuple[int, int]] | None = None) -> Iterator[Case]:
+    """The cases of a property. Tensors of a case are freed when the next one is asked for. sizes: other than SIZES, one
+    case of each."""
     plain, varied = subject.aspects["accuracy"], []
     for argument, values in subject.aspects[aspect].items():
         fitting = tuple(value for value in values if value not in TOO_LARGE)
         if values != plain.get(argument):
             varied += [{argument: (value,)} for value in fitting]
     core = aspect in CORE
-    count = CORE_CASES if core and not subject.also else OTHER_CASES
+    count = len(sizes) if sizes else CORE_CASES if core and not subject.also else OTHER_CASES
     # Accuracy and decisions have the two halves of all models and dtypes.
     start = number_of(subject) + count * CORE.index(aspect) if core else number_of(subject, aspect)
-    for number, (model, (batch, slots), dtype) in enumerate(_sizes(subject, start, count)):
+    for number, (model, (batch, slots), dtype) in enumerate(_sizes(subject, sizes or SIZES, start, count)):
         assert subject.sized is not None
         more = [varied[(start + number) % len(varied)]] if varied else []
         case = _drawn([
@@ -71,11 +73,13 @@ def cases(subject: Subject, aspect: str) -> Iterator[Case]:
             yield case
 
 
-def _sizes(subject: Subject, start: int, count: int) -> list[tuple[Any, Any, Any]]:
+def _sizes(
+    subject: Subject, given: Sequence[tuple[int, int]], start: int, count: int
+) -> list[tuple[Any, Any, Any]]:
     """The model, the size and the dtype of `count` cases, inside of what is declared: each model in one dtype, then
     each in the next one."""
     models = [model for model in MODELS if _declared(*model)] or [_nearest()]
-    sizes = list(dict.fromkeys(filter(None, (_declared_size(*size, subject.longest) for size in SIZES))))
+    sizes = list(dict.fromkeys(filter(None, (_declared_size(*size, subject.longest) for size in given))))
     dtypes = _dtypes()
     if draws.shares_kernels():  # the kernels of this shape are compiled anyway
         models, dtypes, count = models[:1], dtypes[:1], min(count, len(sizes))
@@ -173,5 +177,23 @@ def traces(subject: StateSubject) -> Iterator[StateTrace]:
             "contiguous",), content=strategies.DECIDED, max_budget=64, max_prompt=PROMPT)
         trace = _drawn([strategy], number_of(subject, number))
         model = models[(start + number) % len(models)] if models else _nearest()
-        trace = _with_sizes(trace, model, supported.rows(ROWS), dtype, number_of(subject, "trace", number) % 2**31)
+        rows = supported.rows(checkers.ask(subject.method, "SERVED_ROWS", ROWS))
+        trace = _with_sizes(trace, model, rows, dtype, number_of(subject, "trace", number) % 2**31)
         yield dataclasses.replace(trace, steps=STEPS, layers=min(trace.layers, 2))
+
+
+def long_trace(subject: StateSubject) -> StateTrace:
+    """A trace of LONG steps of one row and one head, for what goes wrong late: counters, periods, many rounds."""
+    trace = _drawn([strategies.state_traces(
+        subject.method, prompt=True, padding=("none",), layout=("contiguous",), content=("ordinary",), max_budget=32,
+        max_prompt=24,
+    )], number_of(subject, "long"))
+    options = trace.options
+    if "max_tokens" in options:
+        options["max_tokens"] = -(-(trace.prompt + LONG + 1) // 128) * 128
+    sizes = {"key_value_heads": supported.sizes("kv_heads", (1,))[0], "group": supported.sizes("groups", (1,))[0],
+             "head_dim": supported.sizes("head_dims", (64,))[0]}
+    return dataclasses.replace(
+        trace, **sizes, batch=1, layers=1, steps=LONG, config=tuple(options.items()), dtype=_dtypes()[0],
+        seed=number_of(subject, "long", "numbers") % 2**31,
+    )

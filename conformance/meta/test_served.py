@@ -188,3 +188,20 @@ def test_a_state_that_differs_is_found():
     made.clear()
     with pytest.raises(Mismatch, match="with other memory"):
         repeats.assert_state_repeats(subject, module, trace, lambda: new(State))
+
+
+@pytest.mark.parametrize("subject", STATES, ids=str)
+def test_long_traces_fit_every_state(subject, monkeypatch):
+    """A state of the reference takes the config, and two of its steps."""
+    trace = served.long_trace(subject)
+    assert trace.steps == served.LONG and trace.batch == 1
+    assert trace.options.get("max_tokens", trace.prompt + trace.steps + 1) > trace.prompt + trace.steps
+    found = next(one for one in discovery.methods() if one.name == subject.method)
+    assert found.config(**trace.options)
+
+
+def test_thousands_of_launches(monkeypatch):
+    monkeypatch.setattr(repeats, "OFTEN", 60)
+    with pytest.raises(Mismatch, match="1 of 60 launches have other bits"):
+        repeats.assert_repeats_often(DECODE, Kernel(lambda found, launch: found._replace(
+            score=found.score + (launch == 50))), case())

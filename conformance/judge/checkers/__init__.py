@@ -39,6 +39,7 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `CACHES`: for a method whose cache for transformers is derived, options with small budgets by name, for its tests.
   Tests that need one config use the first. `REFUSED`: options that its constructor refuses, with error and message;
 - `NUMBERS`: the config's own options with values that it refuses at a budget of 4: (option, values, error, message);
+- `SERVED_ROWS`: the rows of the traces of judge/served.py, if the reference takes too long for so many (default: 64);
 - `Model`: for a method whose state takes blocks, its rules with plain lists, a `block_model.Head`;
 - `SUBJECTS`: the method's functions that the property tests call, `subjects.Subject`; `SCORED`: False if a state has no
   scores that lockstep compares;

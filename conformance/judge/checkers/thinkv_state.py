@@ -36,6 +36,7 @@ LOSSY = True
 #: The modules of our states.
 OURS = ("kvtwin.reference.", "kvtwin.optimized.")
 #: Short on a GPU, since the reference runs token by token and launches a kernel for every operation.
+SERVED_ROWS = 8
 LONGEST = (140, 24)
 FORMATS = (
     "nvfp4 nvfp4 ternary", "fp8 nvfp4 ternary", "int4 int4 int2", "unquantized unquantized unquantized",
