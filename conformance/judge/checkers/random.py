@@ -8,11 +8,11 @@ import torch
 from hypothesis import strategies as st
 
 from .. import block_model
-from ..variants import BLOCKS
+from ..variants import BLOCKS, variant
 from . import blocks
 from .blocks import SMALL as SMALL
 
-VARIANTS = BLOCKS
+VARIANTS = (*BLOCKS, variant("another-seed", {"seed": 7}, long=False))
 
 DEFAULTS = {"seed": 0, "block_size": 128, "scale": None}
 #: See the package.
