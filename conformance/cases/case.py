@@ -60,6 +60,8 @@ class Case:
     """
 
     kind: ClassVar[str] = ""
+    #: Fields that fit others, so that another number does not do in their place (judge/served.py).
+    fixed: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

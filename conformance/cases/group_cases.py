@@ -93,6 +93,7 @@ class GroupCase(Case):
     """
 
     kind: ClassVar[str] = "groups"
+    fixed: ClassVar[tuple[str, ...]] = ("head_dim",)
 
     tokens: int = 1
     size: int = 4

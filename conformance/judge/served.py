@@ -151,7 +151,7 @@ def _with_sizes(case: Any, model: Sequence[int], batch: int, dtype: torch.dtype,
     for name in ("queries", "observers"):
         if hasattr(case, name):
             changes[name] = min(getattr(case, name), MOST_QUERIES)
-    return dataclasses.replace(case, **changes)
+    return dataclasses.replace(case, **{name: value for name, value in changes.items() if name not in case.fixed})
 
 
 def _fits(case: Case) -> bool:

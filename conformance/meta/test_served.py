@@ -52,10 +52,10 @@ def test_the_reference_is_right_in_every_property(subject):
     module = subject.module(Twins("kvtwin.reference").optimized)
     for aspect in subject.aspects:
         for one in itertools.islice(served.cases(subject, aspect), 1):
-            assert one.batch == 3 and one.head_dim in (16, 24)
+            assert one.batch == 3 and (one.head_dim in (16, 24) or "head_dim" in one.fixed)
             with fields.apart() as found:
                 subject.verify(module, one)
-            assert not found.errors and set(found.counted) == set(subject.fields)
+            assert not found.errors and found.counted and set(found.counted) <= set(subject.fields)
 
 
 @pytest.mark.parametrize("subject", STATES, ids=str)
