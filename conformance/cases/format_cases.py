@@ -232,6 +232,7 @@ class BytesCase(Case):
     """Arguments of `pack` and `unpack`: codes uint8 [B, H, T, D], and the bytes that hold the lowest `bits` of each."""
 
     kind: ClassVar[str] = "bytes"
+    dtype_name = ""
 
     tokens: int = 1
     bits: int = 4

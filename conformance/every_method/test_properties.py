@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.harness.impl import NotProvided
-from kvtwin.conformance.judge import calls, mismatch, sizes, stats, subjects
+from kvtwin.conformance.judge import calls, many, mismatch, repeats, sizes, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.subjects import Results, StateSubject, Subject, check_each
 
@@ -152,6 +152,19 @@ def test_large_tensors(subject, field, data, twins, results):
     ))
 
 
+@pytest.mark.property("decisions")
+@of("decisions", (
+    (subject, name) for subject in FUNCTIONS if subject.sized and subject.batched and not subject.also
+    for name in subject.choices
+))
+@given(data=st.data())
+@settings(max_examples=1)
+def test_choices_of_many_rows(subject, field, data, twins, results):
+    check_each(many.cases(subject, data), lambda case: subject.check(
+        subject.module(twins.optimized), case, field, decides=True, results=results
+    ))
+
+
 @pytest.mark.property("traces")
 @of("traces", (
     (subject, name) for subject in FUNCTIONS if subject.recorded is not None for name in subject.choices
@@ -191,6 +204,16 @@ functions, batched = (
 @few
 def test_calls_do_not_change_later_calls(subject, data, twins):
     calls.leaves_nothing_behind(subject, subject.module(twins.optimized), data.draw(subject.draw("repeatability")))
+
+
+@pytest.mark.property("repeatability")
+@pytest.mark.parametrize("subject", [subject for subject in FUNCTIONS if subject.sized and not subject.also], ids=str)
+@given(data=st.data())
+@settings(max_examples=1)
+def test_many_launches_give_the_same_bits(subject, data, twins):
+    repeats.assert_repeats_often(
+        subject, subject.module(twins.optimized), many.one(subject, data), many.launches()
+    )
 
 
 @pytest.mark.property("independence")

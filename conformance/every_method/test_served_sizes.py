@@ -73,7 +73,7 @@ def test_functions_give_the_same_bits_in_a_hundred_launches(subject, twins, proc
 def test_functions_give_the_same_bits_in_thousands_of_launches(subject, twins):
     module = subject.module(twins.optimized)
     check_each(
-        served.cases(subject, "repeatability", [served.OFTEN]),
+        served.cases(subject, "repeatability", [served.OFTEN] * 2),
         lambda case: repeats.assert_repeats_often(subject, module, case),
     )
 

@@ -23,10 +23,16 @@ from ..cases.case import Case
 FACTORS = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers, so that NaN equals itself and -0 differs from 0."""
+    if not tensor.is_floating_point():
+        return tensor
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()])
+
+
 def digest(tensor: Tensor) -> list[Any]:
     """What two tensors of the same bits have in common, and others have not."""
-    from .repeats import bits
-
     number = bits(tensor).long().flatten()
     place = torch.arange(1, number.numel() + 1, device=number.device)
     sums = [int((number * (place * factor ^ place >> 7)).sum()) for factor in FACTORS]

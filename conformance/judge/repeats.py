@@ -19,6 +19,7 @@ from ..cases.load import FILLS, Load, filled, scattered
 from . import fresh, stats
 from .calls import copies, fields_of, returned
 from .compare import fail
+from .fresh import bits
 from .subjects import StateSubject, Subject
 
 #: Launches one after another, beside work on a second stream, on a second stream, with other contents and addresses of
@@ -53,14 +54,13 @@ def assert_repeats(subject: Subject, module: Any, case: Case, process: fresh.Pro
     stats.judged_case(case, str(subject))
 
 
-def assert_repeats_often(subject: Subject, module: Any, case: Case) -> None:
-    """Launch the function's call OFTEN times. Raises compare.Mismatch."""
+def assert_repeats_often(subject: Subject, module: Any, case: Case, count: int | None = None) -> None:
+    """Launch the function's call `count` times, by default OFTEN times. Raises compare.Mismatch."""
     with failures.judging(str(subject)):
         inputs = subject.inputs(case)
         expected = copies(returned(subject, module, inputs))
-        _assert_same_bits(
-            (fields_of(subject.result(module, inputs)) for _ in range(OFTEN)), expected, "of launches one after another"
-        )
+        launches = (fields_of(subject.result(module, inputs)) for _ in range(count or OFTEN))
+        _assert_same_bits(launches, expected, "of launches one after another")
     stats.judged_case(case, str(subject))
 
 
@@ -124,14 +124,6 @@ def _captured(call: Callable[[], Fields], device: torch.device) -> Iterator[Fiel
             yield found
 
     return replays()
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers, so that NaN equals itself and -0 differs from 0."""
-    if not tensor.is_floating_point():
-        return tensor
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(kinds[tensor.element_size()])
 
 
 def _assert_same_bits(launches: Iterator[Fields], expected: Mapping[str, Tensor], how: str) -> None:

@@ -30,15 +30,17 @@ MODELS = ((32, 8, 128), (64, 8, 64), (16, 8, 128), (40, 8, 128), (8, 1, 256))
 #: Rows, and slots or tokens.
 SIZES = ((64, 3200), (256, 1024), (8, 32768), (1, 131072))
 DTYPES = (torch.bfloat16, torch.float16)
-#: Cases of accuracy, and of decisions: each model. Of other properties: each size.
-CORE, CORE_CASES, OTHER_CASES = ("accuracy", "decisions"), len(MODELS), len(SIZES)
+#: Cases of accuracy, and of decisions: each model. Of repeatability: each size twice. Of other properties: each size.
+CORE = ("accuracy", "decisions")
+COUNTS = {**dict.fromkeys(CORE, len(MODELS)), "repeatability": 2 * len(SIZES)}
+OTHER_CASES = len(SIZES)
 #: The most queries of a case: a decode step, a window, a block of a few tokens.
 MOST_QUERIES = 16
 #: Layouts that would take many times the memory of the numbers; small cases have them.
 TOO_LARGE = ("spread", "spread_by_3", "far")
 #: A state's rows, prompt and steps; the steps of one of a single row, and the sizes of a call that is made often.
 ROWS, PROMPT, STEPS = 64, 160, 200
-LONG, OFTEN = 520, (64, 130)
+LONG, OFTEN = 520, (64, 1024)
 #: The share of a GPU's memory that a case may need.
 SHARE = 0.7
 
@@ -59,7 +61,7 @@ def cases(subject: Subject, aspect: str, sizes: Sequence[tuple[int, int]] | None
         if values != plain.get(argument):
             varied += [{argument: (value,)} for value in fitting]
     core = aspect in CORE
-    count = len(sizes) if sizes else CORE_CASES if core and not subject.also else OTHER_CASES
+    count = len(sizes) if sizes else COUNTS.get(aspect, OTHER_CASES) if not subject.also else OTHER_CASES
     # Accuracy and decisions have the two halves of all models and dtypes.
     start = number_of(subject) + count * CORE.index(aspect) if core else number_of(subject, aspect)
     for number, (model, (batch, slots), dtype) in enumerate(_sizes(subject, sizes or SIZES, start, count)):

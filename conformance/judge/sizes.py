@@ -43,7 +43,7 @@ def cases(subject: Subject, data: Any) -> Iterator[Case]:
         names = {one.name for one in dataclasses.fields(case)}
         changes |= {name: part(size) for name, part in PARTS.items() if name in names}
         if "last_page" in names and capabilities.current().slots_multiple_of == 1:
-            changes |= {"last_page": "partial", "slots": size}
+            changes |= {"last_page": "partial", subject.sized: size}
         yield dataclasses.replace(case, **changes)
 
 

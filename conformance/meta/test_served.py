@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import capabilities, discovery
 from kvtwin.conformance.cases.case import DecodeCase, load
 from kvtwin.conformance.harness.impl import NotProvided, Twins
-from kvtwin.conformance.judge import fields, fresh, pieces, repeats, served, stats, subjects
+from kvtwin.conformance.judge import fields, fresh, many, pieces, repeats, served, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.subjects import StateSubject
 from kvtwin.reference import longflow
@@ -69,7 +70,7 @@ def test_accuracy_and_decisions_share_all_models_in_all_dtypes():
     found = Counter(
         (one.query_heads, one.head_dim, one.dtype) for aspect in served.CORE for one in served.cases(DECODE, aspect)
     )
-    count = min(served.CORE_CASES, len(served.MODELS))
+    count = len(served.MODELS)
     assert len(found) >= 2 * count - 1 and {dtype for *_, dtype in found} == set(served.DTYPES)
 
 
@@ -198,6 +199,28 @@ def test_long_traces_fit_every_state(subject, monkeypatch):
     assert trace.options.get("max_tokens", trace.prompt + trace.steps + 1) > trace.prompt + trace.steps
     found = next(one for one in discovery.methods() if one.name == subject.method)
     assert found.config(**trace.options)
+
+
+@pytest.mark.parametrize("subject", [one for one in SIZED if one.choices], ids=str)
+def test_many_rows_are_judged_in_every_dtype(subject):
+    found: list[Any] = []
+
+    @settings(max_examples=1, database=None)
+    @given(data=st.data())
+    def draw(data: Any) -> None:
+        found[:] = many.cases(subject, data)
+
+    draw()
+    assert {one.batch for one in found} == {many.ROWS} and len({one.seed for one in found}) == len(found)
+    assert {stats.dtype_of(one) for one in found} in (set(subject.dtypes), {""})
+    assert len(found) == many.CASES * len(subject.dtypes) > 0
+
+
+@pytest.mark.parametrize("rate", [100])
+def test_what_is_wrong_once_in_a_hundred_times_is_found_by_many(rate):
+    """With a probability of 95 % and more, by the counts that judge/many.py states."""
+    assert (1 - 1 / rate) ** (many.ROWS * many.CASES * 3) < 0.05
+    assert (1 - 1 / rate) ** many.LAUNCHES < 0.05 and (1 - 1 / 1000) ** repeats.OFTEN < 0.05
 
 
 def test_thousands_of_launches(monkeypatch):
