@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 MOST_ROUNDS = 16
-#: After this many plain rounds without any decision, masks are assumed to settle every case that the test draws.
+#: After this many rounds without another case, a test has no more; after as many plain rounds without any decision,
+#: masks are assumed to settle every case that it draws.
 IDLE_ROUNDS = 3
 #: The most slots of a plain case.
 PLAIN_SLOTS = 48
@@ -196,13 +197,14 @@ def _draw_enough(
     __tracebackhide__ = True
     counted = stats.current()
     assert counted is not None
-    before = 0  # a round without another case is the last one: a test may have a single case
+    idle = 0  # rounds without another case: a test may have a single one
     for number in range(MOST_ROUNDS):
-        if not before < (counted.cases or 0) < least_cases:
-            break
         before = counted.cases or 0
-        with _seeded(test, f"{name} again {number}"):
+        if not 0 < before < least_cases or idle == IDLE_ROUNDS:
+            break
+        with _seeded(test, f"{name} again {number}"), _examples(test, lambda usual: max(2, usual)):
             test(**arguments)
+        idle = 0 if (counted.cases or 0) > before else idle + 1
     for number in range(MOST_ROUNDS if counted.asked else 0):
         decided = counted.enough and counted.decisive >= least_decisions
         if decided or (number >= IDLE_ROUNDS and not counted.plain_total):
@@ -234,7 +236,9 @@ def _draw_each_dtype(
             plain = stats.plain_round() if counted.asked and number else nullcontext()
             seed = f"{name.split('[')[0]} {dtype} {number}"
             try:
-                with supported.only_dtype(dtype), plain, _shortened(test), _seeded(test, seed):
+                with supported.only_dtype(dtype), plain, _seeded(test, seed), _examples(
+                    test, lambda usual: max(least_of_dtype(), usual // 3)  # since there are three dtypes
+                ):
                     test(**arguments)
             except (Unsatisfiable, pytest.skip.Exception):
                 break
@@ -254,13 +258,15 @@ def least_of_dtype() -> int:
 
 
 @contextmanager
-def _shortened(test: Any) -> Iterator[None]:
-    """Let a test draw a third of its examples, since there are three dtypes."""
+def _examples(test: Any, count: Callable[[int], int]) -> Iterator[None]:
+    """Let a test draw another number of examples, a function of the usual one. A single example is the simplest one."""
     from hypothesis import settings
 
-    original = getattr(test, SETTINGS)
-    most = max(least_of_dtype(), original.max_examples // 3)
-    setattr(test, SETTINGS, settings(original, max_examples=most))
+    original = getattr(test, SETTINGS, None)
+    if original is None:
+        yield
+        return
+    setattr(test, SETTINGS, settings(original, max_examples=count(original.max_examples)))
     try:
         yield
     finally:

@@ -163,7 +163,7 @@ def _options(found: discovery.Pair, one: Variant, tokens: int) -> dict[str, Any]
         **checkers.ask(found.name, "DECIDING", {}), **one.options,
     }
     if "max_tokens" in inspect.signature(made).parameters and "max_tokens" not in one.options:
-        given["max_tokens"] = max(24, -(-(tokens + 1) // 8) * 8)
+        given["max_tokens"] = max(24, given.get("max_tokens", 0), -(-(tokens + 1) // 8) * 8)
     others = supported.undeclared(given, made)
     lacking = sorted(others.keys() & one.options.keys())
     if lacking:

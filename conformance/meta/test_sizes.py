@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import Capabilities, capabilities
-from kvtwin.conformance.judge import sizes, subjects
+from kvtwin.conformance.judge import sizes, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.meta.patients import longflow
 
@@ -34,7 +34,7 @@ def drawn(subject: subjects.Subject, declared: Capabilities = Capabilities()) ->
 @pytest.mark.parametrize("subject", SIZED, ids=str)
 def test_every_size_is_a_case(subject, monkeypatch):
     monkeypatch.setattr("kvtwin.conformance.cases.strategies.default_device", lambda: torch.device("cpu"))
-    assert [getattr(case, subject.sized) for case in drawn(subject)] == list(sizes.SIZES)
+    assert [stats.slots_of(case) for case in drawn(subject)] == list(sizes.SIZES)
     assert {case.group for case in drawn(subject)} == set(sizes.GROUPS)
 
 
