@@ -129,7 +129,7 @@ orders = [
     Order("right", "streaming_llm", f"{IMPL}.right.in_numpy", 1, first=False),
     Order("planted", "longflow", f"{IMPL}.planted", 1, planted),
     Order("again", "longflow", f"{IMPL}.planted", 1, planted),
-    Order("another seed", "longflow", f"{IMPL}.planted", 2, planted),
+    Order("another fault", "longflow", f"{IMPL}.planted", 1, {**planted, "KVTWIN_PLANTED": "element-10"}),
     Order("lacks a fault", "longflow", f"{IMPL}.planted", 1),
     Order("aborts", "streaming_llm", "aborts", 1),
 ]
@@ -158,7 +158,7 @@ def test_each_fork_has_its_own_implementation_and_may_die(tmp_path: Path):
     assert planted["verdict"] == "wrong" and planted["property"] and planted["message"], planted
     assert planted["cases"] < 300, "it stops at the first failure"
     said = {key: {"message": one.get("message"), "cases": one["cases"]} for key, one in found.items() if "cases" in one}
-    assert said["again"] == said["planted"] != said["another seed"]
+    assert said["again"] == said["planted"] != said["another fault"]
     lacks, aborts = found["lacks a fault"], found["aborts"]
     assert lacks["verdict"] == aborts["verdict"] == "broken"
     assert "KVTWIN_PLANTED must be" in lacks["message"] and aborts["message"].startswith("SIGABRT")
