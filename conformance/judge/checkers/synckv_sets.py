@@ -92,7 +92,7 @@ def _subjects() -> Iterator[Subject]:
     )
     yield Subject("initial_sets", sets_cases, assert_initial_right, choices=("static", "dynamic"), aspects=found)
     yield Subject("anticipate", sets_cases, assert_anticipation_right, choices=("dynamic",), aspects=found,
-                  inputs=lambda case: case.step_inputs)  # fmt: skip
+                  inputs=lambda case: case.step_inputs, also=True)  # fmt: skip
 
 
 SUBJECTS = tuple(_subjects())

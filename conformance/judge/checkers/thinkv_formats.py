@@ -273,7 +273,7 @@ def _subjects() -> Iterator[Subject]:
     yield Subject("pack", bytes_cases, judge_packed, numbers=("packed",), sized="tokens", aspects=bytes_of,
                   inputs=lambda case: case.pack_inputs)  # fmt: skip
     yield Subject("unpack", bytes_cases, judge_unpacked, numbers=("codes",), sized="tokens", aspects=bytes_of,
-                  inputs=lambda case: case.unpack_inputs)  # fmt: skip
+                  inputs=lambda case: case.unpack_inputs, also=True)  # fmt: skip
 
 
 SUBJECTS = tuple(_subjects())
