@@ -22,7 +22,11 @@ T = TypeVar("T")
 #: Options under which no slot is free, and none is protected.
 NO_MASK = ("full", "none")
 
+#: So many refusals of one dtype end the search for a case of it. Hypothesis would go on to 458.
+MOST_REFUSALS = 100
+
 _only: ContextVar[str | None] = ContextVar("kvtwin_only_dtype", default=None)
+_refusals: ContextVar[list[None] | None] = ContextVar("kvtwin_refusals_of_dtype", default=None)
 
 
 def among(options: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]:
@@ -66,11 +70,21 @@ def rows(most: int) -> int:
 def only_dtype(name: str) -> Iterator[None]:
     """Inside the ``with`` block strategies draw this dtype alone, where it is one of theirs: a dtype or an FP8 type,
     named as in `Capabilities`."""
-    token = _only.set(name)
+    tokens = _only.set(name), _refusals.set([])
     try:
         yield
     finally:
-        _only.reset(token)
+        _only.reset(tokens[0])
+        _refusals.reset(tokens[1])
+
+
+def gives_up() -> bool:
+    """Called for each refusal by the implementation under test: True if it refuses too much of `only_dtype`."""
+    refusals = _refusals.get()
+    if refusals is None:
+        return False
+    refusals.append(None)
+    return len(refusals) >= MOST_REFUSALS
 
 
 def dtypes(options: Iterable[Any]) -> list[Any]:

@@ -286,8 +286,10 @@ def _refused(what: str, error: NotProvided | None = None) -> NoReturn:
     """Count a refusal. Reject the example; outside of Hypothesis raise `error`, or NotProvided."""
     import hypothesis  # optional: this module is also imported without it
 
+    from ..cases import supported  # imports hypothesis
+
     stats.refused(what)
-    if hypothesis.currently_in_test_context():
+    if hypothesis.currently_in_test_context() and not supported.gives_up():
         hypothesis.reject()
     raise error or NotProvided(what)
 

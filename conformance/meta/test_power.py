@@ -18,7 +18,7 @@ from kvtwin.conformance.cases import draws, supported
 from kvtwin.conformance.cases.block_cases import PositionsCase
 from kvtwin.conformance.cases.case import Case, DecodeCase, StateTrace
 from kvtwin.conformance.cases.fp8_cases import Fp8Case
-from kvtwin.conformance.harness import power, verdict, verdict_table
+from kvtwin.conformance.harness import impl, power, verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge import calls, compare, stats, subjects
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
@@ -258,6 +258,18 @@ def test_what_is_refused_is_recorded():
 
     test, _ = drawing(refuse)
     assert drawn(test).lacking == {"float16": "theirs: float16"}
+
+
+def test_a_refused_dtype_is_given_up():
+    calls = []
+
+    def refuse(case: DecodeCase) -> None:
+        if case.dtype == torch.float16:
+            calls.append(case)
+            impl._refused("theirs: float16")
+
+    assert drawn(drawing(refuse)[0]).lacking == {"float16": "theirs: float16"}
+    assert len(calls) == supported.MOST_REFUSALS
 
 
 def test_a_dtype_may_be_the_only_one_that_is_not_refused():
