@@ -59,7 +59,7 @@ def test_a_right_state_of_one_row_is_right(judged):
 
 def test_a_state_of_one_row_that_counts_on_after_a_reset_is_wrong(judged):
     state = {"LongFlowState": longflow_states.CountsOnAfterReset}
-    found = judged("longflow", state, "a_reset_state or after_a_reset", max_batch=1)
+    found = judged("longflow", state, "a_reset_state or order-and-reset", max_batch=1)
     assert run.wrong(found) == {"state"}, run.shown(found)
     assert not run.not_right(found), run.shown(found)
     assert len(found.properties["state"].findings) >= 2, "the law, and lockstep"
