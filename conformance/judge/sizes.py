@@ -33,7 +33,7 @@ def cases(subject: Subject, data: Any) -> Iterator[Case]:
         with draws.usual_shape():
             case: Case = data.draw(subject.draw("accuracy", **{subject.sized: (size, size)}))
         first = first or case
-        changes = {"batch": 1, "key_value_heads": supported.sizes("kv_heads", (1,))[0], "seed": size}
+        changes: dict[str, Any] = {"batch": 1, "key_value_heads": supported.sizes("kv_heads", (1,))[0], "seed": size}
         if case.device.startswith("cpu"):
             changes |= {"head_dim": supported.sizes("head_dims", (16,))[0],
                         "group": supported.sizes("groups", GROUPS)[number % 3 if _any("groups") else 0]}
