@@ -56,7 +56,7 @@ COMPILED = tuple(
 
 #: tau, group, block, retention, formats. Groups that do not divide a segment, blocks that do not divide a group, one
 #: level, segments that lose all tokens; the sizes for which fragments of 16-bit numbers have kernels of their own.
-SHAPES: tuple[tuple[Any, ...], ...] = (
+SHAPES: tuple[tuple[tuple[int, int, int, tuple[int, ...]], str, dict[str, Any]], ...] = (
     ((6, 4, 2, (4, 2)), FORMATS[0], {}), ((10, 4, 3, (7, 7, 2)), FORMATS[2], {}), ((7, 1, 1, (5, 3)), FORMATS[1], {}),
     ((8, 4, 2, (4, 0)), FORMATS[3], {}), ((6, 8, 8, (3,)), FORMATS[0], {}),
     ((16, 16, 8, (8, 4, 1)), FORMATS[0], {"head_dim": 64, "dtype": torch.bfloat16}),
