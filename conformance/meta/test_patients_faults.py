@@ -143,6 +143,7 @@ FOUND = {
     "row-10": "test_choices_are_right", "element-10": "test_numbers", "bits-10": "test_calls",
     "prompt-element-10": "test_numbers and not heads", "last-tile": "test_large", "second-call": "test_calls",
     "bfloat16": "test_numbers or test_layouts or test_calls", "three-bounds": "test_numbers",
+    "batch": "test_choices_of_many_rows", "slots": "test_large",
 }
 NEVER_ALONE = {"row", "element", "bits", "prompt-element"}
 

@@ -176,8 +176,8 @@ def test_the_page_has_every_row_with_its_interval():
     assert "- on a CPU: a CPU (torch 2)\n- on a GPU: not measured\n" in text
     row = next(line for line in text.splitlines() if line.startswith("| `row-10`"))
     assert "| 1 of 2 (1% to 99%), free slots | not measured |" in row
-    batch = next(line for line in text.splitlines() if line.startswith("| `batch`"))
-    assert "not measured; out of reach: its cases are smaller | not measured |" in batch
+    stream = next(line for line in text.splitlines() if line.startswith("| `stream`"))
+    assert "not measured; out of reach: it has no streams | not measured |" in stream
     assert "2 implementations have 2 verdicts, and 1 of them are false alarms" in text
     for name in [*FAULTS, *right.RIGHT]:
         assert f"| `{name}` |" in text
