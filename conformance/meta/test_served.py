@@ -104,7 +104,7 @@ def test_other_seeds_have_other_cases(monkeypatch):
 
 def test_pieces_are_judged_as_the_whole(monkeypatch):
     """With a wrong choice in the last row, which the message names."""
-    one, slot = case(), 5
+    one = case()
     module = Kernel(lambda found, _: found)
     monkeypatch.setattr(pieces, "MOST_ELEMENTS", pieces.elements_of_row(one))
     with stats.collect() as whole:
@@ -114,7 +114,7 @@ def test_pieces_are_judged_as_the_whole(monkeypatch):
     bad = Kernel(lambda found, _: found._replace(slot=torch.cat([found.slot[:2], worst[2:]])))
     with pytest.raises(Mismatch, match=r"rows 2 to 2 of 3") as raised:
         DECODE.check(bad, one, "slot")
-    assert raised.value.wrong == 1 and slot < one.slots
+    assert raised.value.wrong == 1
 
 
 def test_a_result_of_another_shape_is_judged_whole(monkeypatch):
@@ -160,7 +160,6 @@ def test_a_launch_with_other_bits_is_found(ill, process):
     change, message = ILL[ill]
     with pytest.raises(Mismatch, match=message):
         repeats.assert_repeats(DECODE, Kernel(change), case(), process)
-    assert process.answer is not None
 
 
 def test_a_hundred_launches_are_counted(process):
@@ -201,8 +200,11 @@ def test_long_traces_fit_every_state(subject, monkeypatch):
     assert found.config(**trace.options)
 
 
+@pytest.mark.parametrize("quick", [False, True], ids=["all", "quick"])
 @pytest.mark.parametrize("subject", [one for one in SIZED if one.choices], ids=str)
-def test_many_rows_are_judged_in_every_dtype(subject):
+def test_many_rows_are_judged_in_every_dtype(subject, quick, monkeypatch):
+    """With the profile quick in one."""
+    monkeypatch.setattr(many.draws, "is_quick", lambda: quick)
     found: list[Any] = []
 
     @settings(max_examples=1, database=None)
@@ -212,15 +214,15 @@ def test_many_rows_are_judged_in_every_dtype(subject):
 
     draw()
     assert {one.batch for one in found} == {many.ROWS} and len({one.seed for one in found}) == len(found)
-    assert {stats.dtype_of(one) for one in found} in (set(subject.dtypes), {""})
-    assert len(found) == many.CASES * len(subject.dtypes) > 0
+    dtypes = subject.dtypes[:1] if quick else subject.dtypes
+    assert {stats.dtype_of(one) for one in found} in (set(dtypes), {""})
+    assert len(found) == (1 if quick else many.CASES * len(dtypes)) > 0
 
 
-@pytest.mark.parametrize("rate", [100])
-def test_what_is_wrong_once_in_a_hundred_times_is_found_by_many(rate):
+def test_what_is_wrong_once_in_a_hundred_times_is_found_by_many():
     """With a probability of 95 % and more, by the counts that judge/many.py states."""
-    assert (1 - 1 / rate) ** (many.ROWS * many.CASES * 3) < 0.05
-    assert (1 - 1 / rate) ** many.LAUNCHES < 0.05 and (1 - 1 / 1000) ** repeats.OFTEN < 0.05
+    assert 0.99 ** (many.ROWS * many.CASES * 3) < 0.05
+    assert 0.99**many.LAUNCHES < 0.05 and 0.999**repeats.OFTEN < 0.05
 
 
 def test_thousands_of_launches(monkeypatch):

@@ -133,7 +133,7 @@ class ConstantIsNaN(Quantize):
 
 
 class ScaleBeforeItIsStored(Quantize):
-    """Codes are those of the scale in float32."""
+    """The codes are computed with the scale in float32, before it is rounded."""
 
     def groups(self, x: Tensor, most: int, of_scale: torch.dtype, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
         code, scale, minimum = super().groups(x, most, torch.float32, *more)

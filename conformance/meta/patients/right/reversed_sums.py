@@ -11,7 +11,7 @@ from .... import Capabilities
 from .sums import OwnSum
 
 CAPABILITIES = Capabilities(validates_arguments=False)
-#: Longer sums are those of parts of so many terms: a loop over all of them takes too long.
+#: A longer sum adds parts of so many terms each, since a loop over all terms takes too long.
 MOST = 512
 
 
