@@ -151,6 +151,8 @@ def _verdict_of(session: pytest.Session, order: Order) -> dict[str, Any]:
     running.collector = results.Collector()
     items = [item for item in session.items if item.stash[suite.FACTS]["method"] == order.method]
     items = [item for item in items if running._is_declared(item)]
+    if order.first and device == "cuda":  # the likeliest to find a fault come first
+        items.sort(key=lambda item: item.get_closest_marker("served") is None)
     for item, following in zip(items, [*items[1:], None], strict=True):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if order.first and any(result.failed for result in running.collector.results[-1:]):
