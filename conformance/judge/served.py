@@ -73,6 +73,7 @@ def cases(subject: Subject, aspect: str, sizes: Sequence[tuple[int, int]] | None
         case = _with_sizes(case, model, batch, dtype, number_of(subject, aspect, number) % 2**31)
         if _fits(case):
             yield case
+            _release(case)
 
 
 def _sizes(
@@ -154,6 +155,12 @@ def _with_sizes(case: Any, model: Sequence[int], batch: int, dtype: torch.dtype,
         if hasattr(case, name):
             changes[name] = min(getattr(case, name), MOST_QUERIES)
     return dataclasses.replace(case, **{name: value for name, value in changes.items() if name not in case.fixed})
+
+
+def _release(case: Case) -> None:
+    """Give the memory that a case has used back to the GPU: pieces of it may not fit the next one."""
+    if case.device.startswith("cuda"):
+        torch.cuda.empty_cache()
 
 
 def _fits(case: Case) -> bool:

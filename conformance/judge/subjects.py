@@ -389,13 +389,14 @@ def check_each(cases: Iterable[Any], check: Callable[[Any], Any]) -> int:
 
 
 def neutral(subject: Subject, case: Case, *kept: str) -> Case:
-    """The case with ordinary numbers in contiguous tensors, without free slots, of one row and one head; with its own
-    numbers if they are ordinary. kept: the properties whose distinctions stay."""
+    """The case with ordinary numbers in contiguous tensors, without free slots, of one row and one head, or the fewest
+    declared; with its own numbers if they are ordinary. kept: the properties whose distinctions stay."""
     plain: dict[str, Any] = {
         name: own if (own := getattr(case, name, None)) in values else values[0]
         for name, values in subject.aspects["accuracy"].items()
     }
-    plain |= {"batch": 1, "key_value_heads": 1, "group": 1, "poison": "zero"}
+    heads, group = (min(supported.sizes(name, (1,))) for name in ("kv_heads", "groups"))
+    plain |= {"batch": 1, "key_value_heads": heads, "group": group, "poison": "zero"}
     stay = {name for one in kept for name in DISTINCTIONS.get(one, ())}
     names = {one.name for one in dataclasses.fields(case)} - stay
     return dataclasses.replace(case, **{name: value for name, value in plain.items() if name in names})

@@ -17,7 +17,7 @@ from kvtwin.conformance.mutation import mutate, verdict_copies, verdict_matrix, 
 from kvtwin.conformance.mutation.mutants import Mutant, MutantError
 from kvtwin.conformance.mutation.verdict_copies import PACKAGE, Subject
 from kvtwin.conformance.mutation.verdict_matrix import Bench, Run, row_of_run
-from kvtwin.conformance.mutation.verdict_results import BROKEN, NOT_COVERED, OUTSIDE, RIGHT, UNFIT, WRONG, Row
+from kvtwin.conformance.mutation.verdict_results import BROKEN, NOT_COVERED, OUTSIDE, RIGHT, UNFIT, VALID, WRONG, Row
 from kvtwin.conformance.mutation.verdict_server import ServerError
 
 MUTANTS = lists.load()
@@ -362,16 +362,21 @@ def test_the_page_shows_the_sums_and_names_what_is_not_found(monkeypatch):
     pages = importlib.import_module(f"{generate.__name__}.verdict_matrix")
     rows = [
         *(row(f"w{number}", WRONG, properties=("free_slots", "state"), cpu=float(number)) for number in range(3)),
-        row("alive", RIGHT), row("known", NOT_COVERED, "tova"), row("o", OUTSIDE, detail="it changes a cache"),
+        row("alive", RIGHT), row("slow", RIGHT, "tova"), row("wave", NOT_COVERED, "tova"),
+        row("o", OUTSIDE, detail="it changes a cache"),
     ]
     monkeypatch.setattr(verdict_results, "stored", lambda: rows)
-    monkeypatch.setattr(verdict_results, "reasons", lambda: {"known": "it changes nothing"})
+    monkeypatch.setattr(verdict_results, "reasons", lambda: {
+        "slow": (VALID, "it is slower"), "wave": (OUTSIDE, "it needs a GPU"), "w0": (VALID, "found all the same"),
+    })
     page = pages.verdict_matrix_page()
-    assert f"Stored: 6 of {len(MUTANTS):,} mutants." in page
+    assert f"Stored: 7 of {len(MUTANTS):,} mutants." in page
     for line in (
-        "| longflow | 4 | 3 | 75.0% (19% to 99%) | 0 | 1 | 0 | 0 | 1 |", "| all | 5 | 3 | 60.0% (15% to 95%) |",
-        "| free slots | 3 |", "| state | 0 |", "within 1.0 s of CPU", "| longflow | `alive` | what | right | open |",
-        "| tova | `known` | what | not covered | it changes nothing |", "it changes a cache (1): `o`.",
+        "| longflow | 4 | 3 | 75.0% (19% to 99%) | 0 | 1 | 0 | 0 | 0 | 1 |",
+        "| tova | 0 | 0 | - | 0 | 0 | 0 | 0 | 1 | 1 |",
+        "the share would be 60.0%", "| all | 4 | 3 | 75.0% (19% to 99%) | 0 | 1 | 0 | 0 | 1 | 2 |",
+        "| free slots | 3 |", "| state | 0 |", "within 1.0 s of CPU", "| longflow | `alive` | what | right |",
+        "| tova | `slow` | what | it is slower |", "it changes a cache (1): `o`.", "it needs a GPU (1): `wave`.",
     ):
         assert line in page, line
     assert "`w0`" not in page
@@ -389,8 +394,9 @@ def test_stored_results_are_of_our_mutants():
 
 
 def test_reasons_are_of_mutants_that_are_not_found():
-    stored = {one.name for one in verdict_results.not_found(verdict_results.stored())}
-    assert set(verdict_results.reasons()) <= stored
+    named = set(verdict_results.reasons())
+    assert named <= {one.name for one in MUTANTS}
+    assert not named & {one.name for one in verdict_results.stored() if one.status == WRONG}
 
 
 def test_a_mutant_says_which_properties_fit(tmp_path):

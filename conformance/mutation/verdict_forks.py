@@ -158,6 +158,9 @@ def _verdict_of(session: pytest.Session, order: Order) -> dict[str, Any]:
         if order.first and any(result.failed for result in running.collector.results[-1:]):
             break
     found = running.collector.results
+    starved = [result.message for result in found if "out of memory" in result.message.lower()]
+    if starved:  # other processes have it: nothing is known
+        raise MemoryError(starved[0].splitlines()[0])
     made = verdict.judge(found, running.supported, device=device, required=[order.method])[order.method]
     return {
         "verdict": made.verdict, **_first_failure(found), "tests": sum(result.touched for result in found),
@@ -193,6 +196,7 @@ def run(orders: Sequence[Order], *, device: str, jobs: int, done: Callable[[dict
         os.environ[INTERPRET] = "1"  # before anything imports triton
     else:
         os.environ[COUNT_BY_NVML] = "1"
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # processes share the memory
     import torch
 
     torch.set_num_threads(1)  # a fork has no threads but one

@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ServerError, StartError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"\n{results.summary(rows)}\n\n{time.monotonic() - started:.0f} s")
+    print(f"\n{results.summary(results.explained(rows, results.reasons()))}\n\n{time.monotonic() - started:.0f} s")
     if options.store:
         results.store(rows, [mutant.name for mutant in mutants], seed=options.seed, profile=options.profile)
     judged = {row.name for row in rows}

@@ -19,9 +19,11 @@ STORED, REASONS = HERE / "verdict_matrix.json", HERE / "verdict_reasons.toml"
 SCHEMA = 1
 
 #: Statuses. wrong: found, under a property that fits; unfit: wrong under other properties alone; right and not covered:
-#: not found; broken: the run ended without a verdict; outside: no verdict calls what the mutant changes.
+#: not found; broken: the run ended without a verdict; outside: no verdict on a CPU can see what the mutant changes;
+#: valid: not found, and the mutant is a right implementation.
 WRONG, UNFIT, RIGHT, NOT_COVERED, BROKEN, OUTSIDE = "wrong", "unfit", "right", "not covered", "broken", "outside"
-STATUSES = (WRONG, UNFIT, RIGHT, NOT_COVERED, BROKEN, OUTSIDE)
+VALID = "valid"
+STATUSES = (WRONG, UNFIT, RIGHT, NOT_COVERED, BROKEN, OUTSIDE, VALID)
 #: What counts as judged.
 JUDGED = (WRONG, UNFIT, RIGHT, NOT_COVERED, BROKEN)
 CONFIDENCE = 0.95
@@ -115,9 +117,20 @@ def stored(path: Path = STORED) -> list[Row]:
     return [row_of(table) for table in json.loads(path.read_text(encoding="utf-8"))["mutants"]]
 
 
-def reasons(path: Path = REASONS) -> dict[str, str]:
-    """Why mutants are not found, by their names. One that has no reason is open."""
-    return {str(name): str(reason) for name, reason in tomllib.loads(path.read_text(encoding="utf-8")).items()}
+def reasons(path: Path = REASONS) -> dict[str, tuple[str, str]]:
+    """Why mutants are not found: VALID or OUTSIDE, and a sentence, by their names. One that has no reason is open."""
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    kinds = {"valid": VALID, "elsewhere": OUTSIDE}
+    return {name: (kinds[kind], text) for kind, table in tables.items() for name, text in table.items()}
+
+
+def explained(rows: Iterable[Row], why: Mapping[str, tuple[str, str]]) -> list[Row]:
+    """The rows, with VALID or OUTSIDE for those that were not found and have a reason. why: as from `reasons`."""
+    return [
+        replace(row, status=why[row.name][0], detail=why[row.name][1])
+        if row.name in why and row.status in (RIGHT, NOT_COVERED) else row
+        for row in rows
+    ]
 
 
 # Sums ---------------------------------------------------------------------------------------------------------------
@@ -138,6 +151,11 @@ class Share:
     @property
     def found(self) -> int:
         return self.statuses[WRONG]
+
+    @property
+    def with_valid(self) -> float:
+        """The share of those found if right implementations count as not found."""
+        return self.found / max(1, self.judged + self.statuses[VALID])
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -178,14 +196,14 @@ def summary(rows: Sequence[Row]) -> str:
     sides that are not right."""
     mutants = [row for row in rows if not row.is_baseline]
     width = max((len(row.method) for row in mutants), default=3)
-    lines = [f"{'method':{width}}  wrong  judged  {'share (95 %)':22} unfit  right  not covered  broken  outside  "
-             "median s"]
+    lines = [f"{'method':{width}}  wrong  judged  {'share (95 %)':22} unfit  right  not covered  broken  valid  "
+             "outside  median s"]
     for share in shares(mutants):
         of_it = sorted(row.seconds for row in mutants if share.method in (row.method, "all") and row.status == WRONG)
         count = share.statuses
         lines.append(
             f"{share.method:{width}}  {share.found:5}  {share.judged:6}  {share.shown():22} {count[UNFIT]:5}  "
-            f"{count[RIGHT]:5}  {count[NOT_COVERED]:11}  {count[BROKEN]:6}  {count[OUTSIDE]:7}  "
+            f"{count[RIGHT]:5}  {count[NOT_COVERED]:11}  {count[BROKEN]:6}  {count[VALID]:5}  {count[OUTSIDE]:7}  "
             f"{of_it[len(of_it) // 2] if of_it else 0:8.1f}"
         )
     found = shares(mutants)[-1].properties
@@ -195,7 +213,8 @@ def summary(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.is_baseline and row.status != RIGHT:
             lines += ["", f"the copy is not right: {row.name}: {row.status} {', '.join(row.properties)} {row.detail}"]
-    for title, listed in (("not found", not_found(mutants)), ("outside", [m for m in mutants if m.status == OUTSIDE])):
+    apart = {title: [row for row in mutants if row.status == title] for title in (VALID, OUTSIDE)}
+    for title, listed in {"not found": not_found(mutants), **apart}.items():
         lines += ["", f"{title}: {len(listed)}"] if listed else []
         for row in listed:
             said = f" [{', '.join(row.properties)}]" if row.properties else ""

@@ -25,30 +25,33 @@ def verdict_matrix_page() -> str:
     from kvtwin.conformance.mutation import mutants as lists
     from kvtwin.conformance.mutation import verdict_results as results
 
-    rows = results.stored()
+    rows = results.explained(results.stored(), results.reasons())
     if not rows:
         return f"{ABOUT}\nNo results are stored.\n"
     return "\n\n".join([
         ABOUT + f"\nStored: {len(rows):,} of {len(lists.load()):,} mutants.", _by_method(rows), _by_property(rows),
-        _not_found(rows, results.reasons()), _outside(rows),
+        _not_found(rows), _valid(rows), _outside(rows),
     ]) + "\n"
 
 
 def _by_method(rows: Sequence[Row]) -> str:
     from kvtwin.conformance.mutation import verdict_results as results
 
+    *shares, total = results.shares(rows)
     table = [
         [share.method, str(share.judged), str(share.found), share.shown(), *(str(share.statuses[one]) for one in (
-            results.UNFIT, results.RIGHT, results.NOT_COVERED, results.BROKEN, results.OUTSIDE,
+            results.UNFIT, results.RIGHT, results.NOT_COVERED, results.BROKEN, results.VALID, results.OUTSIDE,
         ))]
-        for share in results.shares(rows)
+        for share in (*shares, total)
     ]
     columns = ["method", "judged", "called wrong", "share (95 % interval)", "wrong, but does not fit", "called right",
-               "not covered", "broken", "outside"]
+               "not covered", "broken", "valid", "outside"]
     return (
         "## By method\n\nThe interval is the exact one of a binomial share (Clopper and Pearson): what such mutants in "
-        "general would give. *Broken*: the run ended without a verdict. *Outside*: no verdict calls what the mutant "
-        f"changes; it is not judged.\n\n{markdown_table(columns, table)}"
+        "general would give. *Broken*: the run ended without a verdict. *Valid*: the mutant is a right implementation "
+        "and is called right. *Outside*: no verdict on a CPU can see what it changes. Neither counts as judged; "
+        f"if the valid ones counted as not found, the share would be {total.with_valid:.1%}.\n\n"
+        f"{markdown_table(columns, table)}"
     )
 
 
@@ -66,15 +69,23 @@ def _by_property(rows: Sequence[Row]) -> str:
     )
 
 
-def _not_found(rows: Sequence[Row], reasons: dict[str, str]) -> str:
+def _not_found(rows: Sequence[Row]) -> str:
+    from kvtwin.conformance.mutation import verdict_results as results
+
+    table = [[row.method, f"`{row.name}`", escape(row.what), row.status] for row in results.not_found(rows)]
+    said = markdown_table(["method", "mutant", "mistake", "verdict"], table) if table else "None."
+    return f"## Not found\n\n{said}"
+
+
+def _valid(rows: Sequence[Row]) -> str:
     from kvtwin.conformance.mutation import verdict_results as results
 
     table = [
-        [row.method, f"`{row.name}`", escape(row.what), row.status, escape(reasons.get(row.name, "open"))]
-        for row in results.not_found(rows)
+        [row.method, f"`{row.name}`", escape(row.what), escape(row.detail)]
+        for row in rows if row.status == results.VALID
     ]
-    said = markdown_table(["method", "mutant", "mistake", "verdict", "reason"], table) if table else "None."
-    return f"## Not found\n\n{said}"
+    said = markdown_table(["method", "mutant", "what it changes", "why it is right"], table) if table else "None."
+    return f"## Right implementations\n\n{said}"
 
 
 def _outside(rows: Sequence[Row]) -> str:
