@@ -81,6 +81,14 @@ def test_functions_give_the_same_bits_in_thousands_of_launches(subject, twins):
 @pytest.mark.served(long=True)
 @pytest.mark.property("state")
 @pytest.mark.parametrize("subject", STATES, ids=str)
+def test_states_keep_step_for_hundreds_of_steps(subject, twins, results):
+    for field in subject.fields:
+        subject.check(subject.module(twins.optimized), served.long_trace(subject), field, results=results)
+
+
+@pytest.mark.served(long=True)
+@pytest.mark.property("state")
+@pytest.mark.parametrize("subject", STATES, ids=str)
 def test_states_keep_step_with_float64(subject, twins, results):
     module = subject.module(twins.optimized)
 
@@ -89,14 +97,6 @@ def test_states_keep_step_with_float64(subject, twins, results):
             subject.check(module, trace, field, results=results)
 
     check_each(served.traces(subject), check)
-
-
-@pytest.mark.served(long=True)
-@pytest.mark.property("state")
-@pytest.mark.parametrize("subject", STATES, ids=str)
-def test_states_keep_step_for_hundreds_of_steps(subject, twins, results):
-    for field in subject.fields:
-        subject.check(subject.module(twins.optimized), served.long_trace(subject), field, results=results)
 
 
 @pytest.mark.served(long=True)

@@ -27,7 +27,7 @@ from .subjects import StateSubject, Subject
 
 #: Query heads, KV heads and head_dim of Qwen3-8B and Llama-3.1-8B, GPT-OSS, Qwen3-0.6B to 1.7B, Qwen3-14B and Gemma-2B.
 MODELS = ((32, 8, 128), (64, 8, 64), (16, 8, 128), (40, 8, 128), (8, 1, 256))
-#: Rows, and slots or tokens.
+#: Rows, and slots or tokens; every other case has one more of these, after the last whole tile.
 SIZES = ((64, 3200), (256, 1024), (8, 32768), (1, 131072))
 DTYPES = (torch.bfloat16, torch.float16)
 #: Cases of accuracy, and of decisions: each model. Of repeatability: each size twice. Of other properties: each size.
@@ -84,14 +84,20 @@ def _sizes(
     models = [model for model in MODELS if _declared(*model)] or [_nearest()]
     sizes = list(dict.fromkeys(filter(None, (_declared_size(*size, subject.longest) for size in given))))
     dtypes = _dtypes()
+    beyond = 1
     if draws.shares_kernels():  # the kernels of this shape are compiled anyway
-        models, dtypes, count = models[:1], dtypes[:1], min(count, len(sizes))
+        models, dtypes, count, beyond = models[:1], dtypes[:1], min(count, len(sizes)), 0
     both = [
         (model, dtypes[(place + turn) % len(dtypes)]) for turn in range(len(dtypes))
         for place, model in enumerate(models)
     ]
-    found = [(*both[(start + number) % len(both)], sizes[number % len(sizes)]) for number in range(count)]
-    return [(model, size, dtype) for model, dtype, size in found]
+    made = []
+    for number in range(count):
+        batch, slots = sizes[number % len(sizes)]
+        model, dtype = both[(start + number) % len(both)]
+        more = _declared_size(batch, slots + beyond * ((start + number) % 2), subject.longest)
+        made.append((model, more or (batch, slots), dtype))
+    return made
 
 
 def _dtypes() -> list[torch.dtype]:

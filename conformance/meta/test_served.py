@@ -75,7 +75,7 @@ def test_accuracy_and_decisions_share_all_models_in_all_dtypes():
 
 
 @pytest.mark.parametrize(("declared", "expected"), [
-    ({"max_batch": 2}, {"batch": {2}}), ({"max_slots": 20}, {"slots": {17, 20}}),
+    ({"max_batch": 2}, {"batch": {2}}), ({"max_slots": 20}, {"slots": {17, 18, 20}}),
     ({"slots_multiple_of": 16}, {"slots": {16, 32}}), ({"dtypes": ("float16",)}, {"dtype": {torch.float16}}),
     ({"dtypes": ("float32",)}, {"dtype": {torch.float32}}),
     ({"head_dims": (24,)}, {"head_dim": {24}}), ({"groups": (5,), "kv_heads": (7,)}, {"group": {5}}),

@@ -33,14 +33,15 @@ PATIENTS = "kvtwin.conformance.meta.patients"
 FAULTS, RIGHT = "faults", "right"
 
 
-def rows() -> dict[str, dict[str, tuple[str, str]]]:
-    """The method and the module of each fault, and of each right implementation, by name ("keydiff loops")."""
+def rows() -> dict[str, dict[str, tuple[str, str, str]]]:
+    """The method and the module of each fault, and of each right implementation, by name ("keydiff loops"), and the
+    property under which a fault is likely to be found."""
     from ..meta.patients.faults import FAULTS as planted  # imports torch
 
     return {
-        FAULTS: {name: (fault.method, f"{PATIENTS}.planted") for name, fault in planted.items()},
+        FAULTS: {name: (fault.method, f"{PATIENTS}.planted", fault.shows) for name, fault in planted.items()},
         RIGHT: {
-            f"{method} {module}": (method, f"{PATIENTS}.right.{module}")
+            f"{method} {module}": (method, f"{PATIENTS}.right.{module}", "")
             for module, style in right.RIGHT.items() for method in style.methods
         },
     }
@@ -58,9 +59,9 @@ def orders(kinds: Sequence[str], only: Sequence[str] | None, seeds: Iterable[int
     return [
         Order(
             key=json.dumps([device, kind, name, seed]), method=method, module=module, seed=seed, first=kind == FAULTS,
-            environ={planting.NAME: name, planting.SEED: str(seed)} if kind == FAULTS else {},
+            likely=shows, environ={planting.NAME: name, planting.SEED: str(seed)} if kind == FAULTS else {},
         )
-        for seed in seeds for kind, found in chosen.items() for name, (method, module) in found.items()
+        for seed in seeds for kind, found in chosen.items() for name, (method, module, shows) in found.items()
         if not only or name in only
     ]
 

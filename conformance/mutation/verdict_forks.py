@@ -40,7 +40,7 @@ SHARED = "PYTEST_XDIST_WORKER_COUNT"
 @dataclass(frozen=True)
 class Order:
     """A verdict to be made. key: of its record. environ: variables for the implementation. first: stop at the first
-    failure. seconds: of CPU, at most."""
+    failure; likely: the property whose tests then come first. seconds: of CPU, at most."""
 
     key: str
     method: str
@@ -48,6 +48,7 @@ class Order:
     seed: int
     environ: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     first: bool = True
+    likely: str = ""
     seconds: int = 900
 
 
@@ -151,8 +152,10 @@ def _verdict_of(session: pytest.Session, order: Order) -> dict[str, Any]:
     running.collector = results.Collector()
     items = [item for item in session.items if item.stash[suite.FACTS]["method"] == order.method]
     items = [item for item in items if running._is_declared(item)]
-    if order.first and device == "cuda":  # the likeliest to find a fault come first
-        items.sort(key=lambda item: item.get_closest_marker("served") is None)
+    if order.first:
+        items.sort(key=lambda item: (
+            item.stash[suite.FACTS]["judges"] != order.likely, item.get_closest_marker("served") is None
+        ))
     for item, following in zip(items, [*items[1:], None], strict=True):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if order.first and any(result.failed for result in running.collector.results[-1:]):

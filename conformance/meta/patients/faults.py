@@ -239,14 +239,15 @@ def late_state(rate: float, seed: int) -> type[LongFlow]:
 
 @dataclass(frozen=True)
 class Fault:
-    """made(rate, seed): what is provided in place of `method`.`function`. blind: by device, why a verdict there finds
-    the fault by luck alone, or not at all."""
+    """made(rate, seed): what is provided in place of `method`.`function`. shows: the property under which the fault is
+    likely to be found. blind: by device, why a verdict there finds it by luck alone, or not at all."""
 
     what: str
     made: Callable[[float, int], Any]
     rate: float = 1.0
     method: str = "longflow"
     function: str = "decode_attention"
+    shows: str = "accuracy"
     blind: Mapping[str, str] = field(default_factory=lambda: NOTHING)
 
     def provided(self, seed: int) -> types.SimpleNamespace:
@@ -262,9 +263,10 @@ RATES = (10, 100, 1000)
 
 def _all() -> Iterator[tuple[str, Fault]]:
     rated: tuple[tuple[str, Any, str, dict[str, Any]], ...] = (
-        ("row", WrongRow, "a row names the second-lowest token: 1 row in {}", {}),
+        ("row", WrongRow, "a row names the second-lowest token: 1 row in {}", {"shows": "decisions"}),
         ("element", WrongElement, "an element of the output is its neighbour's: 1 element in {}", {}),
-        ("bits", OtherBits, "a launch has another last bit in a score: 1 launch in {}", {}),
+        ("bits", OtherBits, "a launch has another last bit in a score: 1 launch in {}",
+         {"shows": "repeatability"}),
         ("prompt-element", WrongElementOfAPrompt, "an element of a kept key is its neighbour's: 1 element in {}",
          {"method": "snapkv", "function": "compress"}),
     )
@@ -275,10 +277,13 @@ def _all() -> Iterator[tuple[str, Fault]]:
     yield "slots", Fault("the output lacks the slots from 2,048 on", ManySlots)
     yield "last-tile", Fault("the output lacks the last S % 128 slots, if S > 128", LastTile)
     yield "second-call", Fault("the second call with a shape adds to what the first one left", SecondCall)
-    yield "stream", Fault("on a second stream, a score has another last bit", OtherBitsOnASecondStream, blind=NO_STREAM)
+    yield "stream", Fault(
+        "on a second stream, a score has another last bit", OtherBitsOnASecondStream, shows="repeatability",
+        blind=NO_STREAM,
+    )
     yield "state-500", Fault(
         "each 500th step of a state names the second-lowest token", late_state, 1 / 500, function="LongFlowState",
-        blind=FEW_STEPS,
+        shows="state", blind=FEW_STEPS,
     )
     yield "bfloat16", Fault("with bfloat16, an element of the output is its neighbour's", OneDtype)
     yield "three-bounds", Fault("an element of the output is 3 bounds away", ThreeBounds)
