@@ -190,7 +190,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     job = MainJob()
     if chosen.impl is not None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
-    status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
+    with options.typed("--impl"):
+        status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
     if chosen.accuracy and status not in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
         add_accuracy(chosen)
     if status == pytest.ExitCode.OK and not job.verified:

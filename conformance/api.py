@@ -12,11 +12,12 @@ from typing import Any
 from . import interpreter
 from .capabilities import Capabilities
 from .cases.block_cases import AttendCase, attend_cases
-from .cases.case import Case, DecodeCase, StateTrace, WindowCase, load
+from .cases.case import Case, DecodeCase, StateTrace, WindowCase
 from .cases.flashinfer_traces import flashinfer_cases
 from .cases.in_pages import PagedDecodeCase, PagedFp8Case, paged_decode_cases, paged_fp8_cases
 from .cases.key_cases import KeyCase, key_cases
 from .cases.paged_view import PagedLayout, PagedView, paged_views
+from .cases.saved import load
 from .cases.strategies import decode_cases, state_traces, window_cases
 from .harness.impl import Facade, NotProvided
 from .judge import lockstep as _lockstep

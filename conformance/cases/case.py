@@ -8,9 +8,9 @@ can be replayed on any machine.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,9 @@ KINDS: dict[str, type[Case]] = {}
 #: The most bytes of tensors in a file of a case.
 MOST_SAVED = 2**26
 
+#: What a file says beside the case: the judged function or state, the module that was judged, kvtwin's version.
+ABOUT = ("subject", "implementation", "version")
+
 #: The case whose inputs were used last, and the test that used them.
 _latest: list[tuple[Case, str | None]] = []
 
@@ -47,6 +50,14 @@ def forget() -> None:
 def latest() -> Case | None:
     """The case that the running test used last. Hypothesis runs the smallest failing example last."""
     return next((case for case, test in _latest if test == running_test()), None)
+
+
+def version() -> str:
+    """The installed version of kvtwin, "" if it is not installed."""
+    try:
+        return importlib.metadata.version("kvtwin")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,9 +146,10 @@ class Case:
         self._adopt(tensors)
         self.__dict__["_whole"] = whole
 
-    def save(self, path: Path | str, subject: str | None = None) -> str:
-        """Write the case, and the name of the judged function or state (`subjects.Subject`), if there is one. Returns
-        the command that replays it. The tensors of a case of more than MOST_SAVED bytes are not written, but made again
+    def save(self, path: Path | str, subject: str | None = None, implementation: str | None = None) -> str:
+        """Write the case, and the names of the judged function or state (`subjects.Subject`) and of the module that was
+        judged, if they are given. Returns the command that replays it. The tensors of a case of more than MOST_SAVED
+        bytes are not written, but made again
         from its seed, on a device of the same kind."""
         from safetensors.torch import save_file
 
@@ -149,12 +161,13 @@ class Case:
             name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
         }
         more = {"made_on": self.device} if made else {}
-        description = {"absent": absent, "subject": subject, **more, **self.described()}
+        about = dict(zip(ABOUT, (subject, implementation, version()), strict=True))
+        description = {"absent": absent, **about, **more, **self.described()}
         save_file(tensors, path, metadata={"kvtwin": json.dumps(description)})
         return f"kvtwin replay {path}"
 
     def described(self) -> dict[str, Any]:
-        """The kind and the fields as values that JSON has, for `from_description`."""
+        """The kind and the fields as values that JSON has, for `saved.from_description`."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {"kind": self.kind, **fields, "dtype": str(self.dtype).removeprefix("torch.")}
 
@@ -444,63 +457,3 @@ class StateTrace(Case):
 
 def _of_layer(layer: int) -> str:
     return f"{layer}." if layer else ""
-
-
-def load(path: Path | str, device: str | None = None) -> Case:
-    """Load a saved case to `device` (default: the CPU). ValueError, which names the file, for any other content."""
-    from ..judge import checkers
-
-    checkers.every()  # import them all: they may define further kinds
-    try:
-        return _loaded(path, device)
-    except Exception as error:  # a field or a tensor may be of any kind
-        raise ValueError(f"{path} holds no saved case: {type(error).__name__}: {error}") from error
-
-
-def _loaded(path: Path | str, device: str | None) -> Case:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        fields = json.loads(file.metadata()["kvtwin"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    absent, made_on = fields.pop("absent"), fields.pop("made_on", None)
-    fields.pop("subject", None)
-    fields["device"] = device or "cpu"
-    case = from_description(fields)
-    if made_on is not None:  # too large for a file; a generator gives other numbers on a device of another kind
-        if torch.device(made_on).type != torch.device(fields["device"]).type:
-            raise ValueError(f"its tensors are made from its seed on {made_on}, got the device {fields['device']}")
-        return case
-    found = {
-        **dict.fromkeys(absent),
-        **{name: case.place(name, tensor.to(fields["device"])) for name, tensor in tensors.items()},
-    }
-    if case.content != "given" and _shapes(found) != _shapes(case.make()):
-        raise ValueError(f"expected the tensors {_shapes(case.make())}, got {_shapes(found)}")
-    case._adopt(found)
-    return case
-
-
-def from_description(fields: dict[str, Any]) -> Case:
-    """The case that `Case.described` describes."""
-    fields = {**fields, "dtype": getattr(torch, fields["dtype"])}
-    if "config" in fields:
-        fields["config"] = tuple(
-            (name, tuple(value) if isinstance(value, list) else value) for name, value in fields["config"]
-        )
-    if "turns" in fields:
-        fields["turns"] = tuple(map(tuple, fields["turns"]))
-    return KINDS[fields.pop("kind")](**fields)
-
-
-def _shapes(tensors: Mapping[str, Tensor | None]) -> dict[str, tuple[int, ...] | None]:
-    return {name: None if tensor is None else tuple(tensor.shape) for name, tensor in sorted(tensors.items())}
-
-
-def subject_of(path: Path | str) -> str | None:
-    """The function or state that was judged with a saved case; None if the file does not say."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        found: str | None = json.loads(file.metadata()["kvtwin"]).get("subject")
-    return found

@@ -46,9 +46,9 @@ def not_saved() -> Iterator[None]:
         _saving.reset(token)
 
 
-def replay_with(*options: str) -> None:
-    """Add options to every command that replays a case: the implementation under test, its device."""
-    _options[:] = options
+def replay_with(implementation: str, device: str) -> None:
+    """Name the implementation under test in saved cases, and it and its device in the commands that replay them."""
+    _options[:] = ["--impl", implementation, "--device", device]
 
 
 def last_command() -> str | None:
@@ -69,7 +69,8 @@ def save_latest() -> str | None:
     folder = Path(os.environ.get(FOLDER, "kvtwin-failures"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        command = " ".join([case.save(folder / f"{name[:150]}.safetensors", _judging.get()), *_options])
+        path, implementation = folder / f"{name[:150]}.safetensors", _options[1] if _options else None
+        command = " ".join([case.save(path, _judging.get(), implementation), *_options])
         _commands.clear()
         _commands[test] = command
         return command

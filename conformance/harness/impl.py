@@ -21,6 +21,7 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -30,6 +31,8 @@ from .. import capabilities, discovery
 from ..capabilities import Capabilities
 from ..judge import stats
 from ..judge.fields import Missing
+from . import options
+from .manners import observed
 
 NOT_PROVIDED = "not provided: "
 MISSING: Any = object()
@@ -155,12 +158,19 @@ class Facade:
 
         Raises TypeError if the declaration is not a `Capabilities`.
         """
+        found = self.module(method)
+        return capabilities.find(*(() if found is MISSING else (found,)), *self._all_places())
+
+    def module(self, method: str) -> Any:
+        """Their module or attribute for a method, in the package or in its ``baselines``; MISSING if there is none."""
+        return Facade(self._name, *self._all_places())._method(method)
+
+    def _all_places(self) -> tuple[Any, ...]:
         places = self._places
         for folder in discovery.FOLDERS:
             inner = _member(self._places[0], folder) if folder else MISSING
             places = places if inner is MISSING else (inner, *places)
-        found = Facade(self._name, *places)._method(method)
-        return capabilities.find(*(() if found is MISSING else (found,)), *places)
+        return places
 
     def _pair(self, name: str) -> discovery.Pair:
         path = f"{self._folder}.{name}" if self._folder else name
@@ -228,9 +238,23 @@ def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
         )
     optional = result._field_defaults  # type: ignore[attr-defined]
     return result(*(
-        Missing(f"{name}: {field}") if one is None and field not in optional else one
+        Missing(f"{name}: {field}") if one is None and field not in optional else as_tensor(one)
         for field, one in zip(fields, found, strict=True)
     ))
+
+
+def as_tensor(value: Any) -> Any:
+    """An array of another library as a tensor, with the array's memory where that is possible; anything else as it
+    is."""
+    import torch
+    import torch.utils.dlpack
+
+    if isinstance(value, torch.Tensor | type):
+        return value
+    if hasattr(value, "__dlpack__"):
+        with suppress(BufferError, RuntimeError, TypeError):  # read-only arrays, or a type that DLPack lacks
+            return torch.utils.dlpack.from_dlpack(value)
+    return torch.tensor(value.__array__()) if hasattr(value, "__array__") else value
 
 
 def _judgeable(
@@ -244,7 +268,8 @@ def _judgeable(
         if outside is not None:
             _refused(f"{name}: {outside} (declared)")
         try:
-            returned = function(*args, **kwargs)
+            with observed(name):
+                returned = function(*args, **kwargs)
         except NotImplementedError as error:
             _refused(f"{name}: {error}")
         except Exception as error:
@@ -253,7 +278,7 @@ def _judgeable(
                 raise
             _refused(f"{ENVIRONMENT}{name}: {limit}", EnvironmentLimit(limit))
         stats.answered()
-        return returned if result is None else normalise(returned, result, name)
+        return as_tensor(returned) if result is None else normalise(returned, result, name)
 
     return call
 
@@ -331,15 +356,15 @@ def _import(name: str) -> ModuleType:
     """The module `name`. UsageError for what is no module's name, and if the import raises anything."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise pytest.UsageError(
-            f"--kv-impl {name!r}: expected the name of a module, such as my_package.kernels, not a path"
+            f"{options.impl()} {name!r}: expected the name of a module, such as my_package.kernels, not a path"
         )
     try:
         return _imported(name)
     except ImportError as error:
         raise pytest.UsageError(
-            f"--kv-impl {name}: cannot import it: {error} (a module of this folder needs 'python -m pytest')"
+            f"{options.impl()} {name}: cannot import it: {error}{options.hint()}"
         ) from error
     except (Exception, SystemExit) as error:
         raise pytest.UsageError(
-            f"--kv-impl {name}: cannot import it: it raised {type(error).__name__}: {error}"
+            f"{options.impl()} {name}: cannot import it: it raised {type(error).__name__}: {error}"
         ) from error

@@ -128,6 +128,7 @@ def _coverage(found: MethodVerdict) -> dict[str, Any]:
         "answered": found.answered,
         "refused": dict(found.refused.most_common()),
         "missing": dict(found.missing.most_common()),
+        "notes": dict(found.notes.most_common()),
         "judged": list(found.judged),
         "not_provided": [message.removeprefix(NOT_PROVIDED) for message in found.not_provided],
         "outside": list(found.outside),

@@ -54,6 +54,7 @@ class Result:
     answered: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     missing: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
     judges: str | None = None
     subject: str | None = None
     judged_field: str | None = None
@@ -216,6 +217,7 @@ def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], co
         "answered": counted.answered,
         "refused": dict(counted.refused),
         "missing": dict(counted.missing),
+        "notes": dict(counted.notes),
         "cases": counted.cases,
         "judged": {_short(what): tuple(one) for what, one in counted.judged.items()},
         "elements": counted.elements,

@@ -19,8 +19,8 @@ from ..judge import stats
 from ..judge.fields import MissingField
 from ..judge.properties import CORE
 from ..own_methods import MethodError
-from . import environment, findings, kernel_keys, options, results, summary, verdict
-from .impl import EnvironmentLimit, NotProvided, Twins, environment_limit, not_run
+from . import environment, findings, kernel_keys, options, results, start, summary, verdict
+from .impl import EnvironmentLimit, Facade, NotProvided, Twins, environment_limit, not_run
 from .report import build_report, write_report
 
 MARKERS = (
@@ -40,6 +40,8 @@ WARNINGS = (
     "default::kvtwin.conformance.harness.options.UnmatchedEntryWarning",
     # From numpy, about masked lanes of a block: the kernel discards their results.
     "ignore::RuntimeWarning:triton.runtime.interpreter",
+    # From Hypothesis, about arguments with many cases in them, which no test prints.
+    "ignore:Generating overly large repr:hypothesis.errors.HypothesisWarning",
     # From pytest-benchmark, when tests run in several processes; the suite measures no times.
     "ignore:Benchmarks are automatically disabled",
     # From torch, when a test is the first to import torch.compile's inductor.
@@ -204,11 +206,14 @@ class Suite:
             _record_goldens()
         self.implementation: str | None = config.getoption("kv_impl")
         self.twins = Twins(self.implementation)
+        if isinstance(self.twins.optimized, Facade):
+            chosen = options.methods(config) or {pair.name for pair in discovery.pairs()}
+            start.check(self.twins.optimized, chosen, options.required(config))
         self.supported = {pair.name: self._supported(pair.name) for pair in discovery.pairs()}
         self.collector = results.Collector()
         self.verdicts: dict[str, verdict.MethodVerdict] = {}
         if self.implementation is not None:
-            failures.replay_with("--impl", self.implementation, "--device", self.backend.device.type)
+            failures.replay_with(self.implementation, self.backend.device.type)
         self.written: list[str] = []
         self.freezes = not Suite.frozen  # a run inside a test leaves it to the run around it
         if self.freezes:
@@ -220,7 +225,7 @@ class Suite:
         try:
             return self.twins.capabilities(method)
         except TypeError as error:
-            raise pytest.UsageError(f"--kv-impl {self.implementation}: {error}") from None
+            raise pytest.UsageError(f"{options.impl()} {self.implementation}: {error}") from None
         except ImportError:  # the tests that need the module report it
             return capabilities.DEFAULT
 
@@ -380,7 +385,9 @@ class Suite:
         if self.implementation is not None and exitstatus in JUDGED and not self.config.option.collectonly:
             session.exitstatus = exitstatus = verdict.exit_status(self.verdicts)
         path = options.report_path(self.config)
-        if path is not None:
+        if path is not None and exitstatus == pytest.ExitCode.INTERRUPTED:
+            self.written = [f"{path} is not written: the run was interrupted"]  # an earlier report stays
+        elif path is not None:
             found = build_report(
                 self.collector.results, self.verdicts, backend=self.backend, implementation=self.implementation,
                 arguments=self.config.invocation_params.args, exit_status=exitstatus,

@@ -100,6 +100,7 @@ class MethodVerdict:
     answered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     missing: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
     judged: list[str] = field(default_factory=list)  # functions and states of which a property was judged
     not_provided: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
@@ -184,6 +185,7 @@ def _of_method(
         made.answered += result.answered
         made.refused.update({what: count for what, count in result.refused.items() if "declared" not in what})
         made.missing.update(result.missing)
+        made.notes.update(result.notes)
         if result.judges is None and (own or result.touched):
             made.others["failed" if result.failed else result.outcome] += 1
     made.judged = sorted({

@@ -14,7 +14,7 @@ from .page.markup import of_bound
 from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
 
 COLUMNS = ("property", "verdict", "judged", "wrong (95 %)", "of bound", "")
-MOST_CAUSES = 3
+MOST_CAUSES, MOST_NOTES = 3, 3
 WIDTH = 120  # of a row
 MESSAGE = 170  # of a message
 
@@ -98,6 +98,8 @@ def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
         yield f"conventions: {', '.join(found.conventions)}"
     if found.missing:
         yield f"fields that it does not return: {', '.join(sorted(found.missing))}"
+    for what, count in found.notes.most_common(None if verbose else MOST_NOTES):
+        yield f"note: {_cut(what, verbose)} ({count:,} calls)"
     if found.judged:
         yield f"judged: {', '.join(found.judged)}"
     if found.not_provided:

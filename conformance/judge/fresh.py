@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cases import case as cases
+from ..cases import saved
 from ..cases.case import Case
 
 #: Odd factors of two sums of all elements, which wrap around: any order of addition gives the same bits.
@@ -86,7 +86,7 @@ def main(implementation: str | None) -> None:
         fields = json.loads(line)
         subject = every[fields.pop("subject")]
         try:
-            case = cases.from_description(fields)
+            case = saved.from_description(fields)
             found: dict[str, Any] = digests(returned(subject, subject.module(side), subject.inputs(case)))
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}

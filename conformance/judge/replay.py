@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import capabilities
 from ..cases import case as cases
+from ..cases import saved
 from ..discovery import OPTIMIZED
 from ..progress import bar, say
 from . import calls, checkers, lockstep, subjects
@@ -72,18 +73,18 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         prog=prog, description="Judge a failing case again, from the file that a run saved."
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a case saved by a failing test")
-    parser.add_argument("--impl", default=OPTIMIZED, metavar="MODULE", help="default: %(default)s")
+    parser.add_argument(
+        "--impl", metavar="MODULE", help=f"default: the module that the file names, else {OPTIMIZED}"
+    )
     devices = ("auto", "cpu", "cuda")
     parser.add_argument("--device", choices=devices, default="auto", help="default: CUDA if there is one")
     options = parser.parse_args(arguments)
     missing = [file for file in options.files if not os.path.isfile(file)]  # False for names that the system refuses
     if missing:
         parser.error(f"no such file: {', '.join(missing)}")
-    import pytest
     import torch
 
     from .. import interpreter
-    from ..harness.impl import NotProvided, Twins
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -94,38 +95,62 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         parser.error(str(error))
     if prepared is not None and not prepared.in_order:
         print(f"interpreter: {prepared}", file=sys.stderr)
-    try:
-        if options.impl != OPTIMIZED and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
-        twins = Twins(None if options.impl == OPTIMIZED else options.impl)
-        side = twins.optimized
-    except pytest.UsageError as error:
-        parser.error(str(error))
+    sides: dict[str, Any] = {}
     failures = 0
     with bar(len(options.files), "file") as progress:
         for file in options.files:
             try:
-                case = cases.load(file, device)
+                case, about = saved.load(file, device), saved.about(file)
             except ValueError as error:
                 parser.error(str(error))
-            say(f"{file}: {case!r}")
-            label = cases.subject_of(file)
-            subject = next((one for one in subjects.every() if str(one) == label), None)
-            try:
-                if subject is None:
-                    for line in judged(case, side):
-                        say(f"  {line}")
-                else:
-                    supported = twins.capabilities(subject.method)
-                    with capabilities.use(supported):
-                        for name, wrong in judged_fields(case, side, subject):
-                            failures += wrong is not None
-                            say(f"  {name}: {'right' if wrong is None else wrong}")
-            except (NotProvided, Exception) as error:
-                failures += 1
-                say(f"  {said(error)}")
+            named = options.impl or about["implementation"] or OPTIMIZED
+            if named not in sides:
+                sides[named] = _twins(named, parser, None if options.impl else file)
+            say(f"{named}, {file}: {case!r}")
+            if about["version"] not in (None, cases.version()):
+                say(f"  saved by kvtwin {about['version']}, judged by {cases.version()}")
+            failures += _replay(case, about["subject"], sides[named])
             progress.update()
     return 1 if failures else 0
+
+
+def _twins(name: str, parser: argparse.ArgumentParser, file: str | None) -> Any:
+    """The module `name` as the implementation under test; exits with 2 if it cannot be imported. file: of the case that
+    names it, None if the command line does."""
+    import pytest
+
+    from ..harness import options
+    from ..harness.impl import Twins
+
+    if name != OPTIMIZED and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
+    try:
+        with options.typed("--impl"):
+            return Twins(None if name == OPTIMIZED else name)
+    except pytest.UsageError as error:
+        where = f" ({file} was saved for it; --impl names another)" if file else ""
+        parser.error(f"{error}{where}")
+
+
+def _replay(case: cases.Case, label: str | None, twins: Any) -> int:
+    """Judge a case and print the results. label: of the function or state. Returns how many are wrong."""
+    from ..harness.impl import NotProvided
+
+    failures = 0
+    subject = next((one for one in subjects.every() if str(one) == label), None)
+    try:
+        if subject is None:
+            for line in judged(case, twins.optimized):
+                say(f"  {line}")
+            return 0
+        with capabilities.use(twins.capabilities(subject.method)):
+            for name, wrong in judged_fields(case, twins.optimized, subject):
+                failures += wrong is not None
+                say(f"  {name}: {'right' if wrong is None else wrong}")
+    except (NotProvided, Exception) as error:
+        failures += 1
+        say(f"  {said(error)}")
+    return failures
 
 
 if __name__ == "__main__":

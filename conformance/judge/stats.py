@@ -54,6 +54,7 @@ class Stats:
     answered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     missing: Counter[str] = field(default_factory=Counter)  # fields that were not returned
+    notes: Counter[str] = field(default_factory=Counter)  # what calls did beside their results (harness/manners.py)
     exact: bool = False  # a comparator of exact copies was called
     cases: int | None = None  # cases that a property's test judged; None: it does not count them
     judged: dict[str, JudgedCase] = field(default_factory=dict)  # those of `judged_case`, by what tells them apart
@@ -81,8 +82,8 @@ class Stats:
         used = [one.bound_utilisation for one in (self, other) if one.bound_utilisation is not None]
         self.bound_utilisation = max(used, default=None)
         for name in (
-            "total", "decisive", "plain_total", "plain_decisive", "ties", "answered", "refused", "missing", "wrong",
-            "elements", "launches",
+            "total", "decisive", "plain_total", "plain_decisive", "ties", "answered", "refused", "missing", "notes",
+            "wrong", "elements", "launches",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         largest(self.drift, other.drift)
@@ -242,6 +243,13 @@ def missing(name: str) -> None:
         stats.missing[name] += 1
 
 
+def noted(what: str) -> None:
+    """Record what a call of the implementation under test did beside its result."""
+    stats = _current.get()
+    if stats is not None:
+        stats.notes[what] += 1
+
+
 def include(inner: Stats, *, judged: bool, choice: bool, decides: bool, case: Any, subject: str) -> None:
     """Record what was recorded for one field of the result of `subject` for this case.
 
@@ -254,6 +262,7 @@ def include(inner: Stats, *, judged: bool, choice: bool, decides: bool, case: An
     stats.answered += inner.answered
     stats.refused += inner.refused
     stats.missing += inner.missing
+    stats.notes += inner.notes
     stats.touched |= inner.touched
     counts = choice and decides
     stats.asked |= counts and inner.asked

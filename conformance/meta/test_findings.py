@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 from kvtwin.conformance.cases import case as cases
-from kvtwin.conformance.cases import failures
+from kvtwin.conformance.cases import failures, saved
 from kvtwin.conformance.judge import attribution, subjects
 from kvtwin.reference import longflow as reference
 
@@ -100,9 +100,9 @@ def test_the_search_for_a_cause_does_not_replace_the_saved_case(tmp_path, monkey
     with pytest.raises(AssertionError):
         subject.check(module, case, "slot")
     (path,) = tmp_path.iterdir()
-    assert repr(cases.load(path)) == repr(case)
+    assert repr(saved.load(path)) == repr(case)
     assert attribution.property_of(subject, "slot", case, module, "decisions") == "decisions"
-    assert repr(cases.load(path)) == repr(case)
+    assert repr(saved.load(path)) == repr(case)
 
 
 @pytest.mark.parametrize("error", [OSError("read-only"), RuntimeError("CUDA error: an illegal memory access")])

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import cli
-from kvtwin.conformance.cases import case as cases
+from kvtwin.conformance.cases import saved
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.harness import options
 from kvtwin.fixtures.load import FixtureError, parse_trace
@@ -59,7 +59,7 @@ def refusal(call: Callable[..., Any], *arguments: Any) -> str | None:
 
 
 FILES: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
-    "head clusters": (head_clusters, HeadClusters.load), "case": (saved_case, cases.load), "trace": (trace, read_trace),
+    "head clusters": (head_clusters, HeadClusters.load), "case": (saved_case, saved.load), "trace": (trace, read_trace),
 }
 
 

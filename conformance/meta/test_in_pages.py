@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from kvtwin.conformance.cases.case import DecodeCase, load
+from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.fp8_cases import Fp8Case
 from kvtwin.conformance.cases.in_pages import (
     LAYOUTS,
@@ -20,6 +20,7 @@ from kvtwin.conformance.cases.in_pages import (
 )
 from kvtwin.conformance.cases.key_cases import KeyCase
 from kvtwin.conformance.cases.layouts import MIXED
+from kvtwin.conformance.cases.saved import load
 from kvtwin.reference import keydiff, longflow
 
 KINDS = {PagedDecodeCase: DecodeCase, PagedFp8Case: Fp8Case, PagedKeyCase: KeyCase}

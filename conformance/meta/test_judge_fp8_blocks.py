@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.block_cases import AttendCase
-from kvtwin.conformance.cases.case import load
 from kvtwin.conformance.cases.fp8_cases import FORMATS, OWN_CONTENTS, POISONS, Fp8AttendCase, exact
+from kvtwin.conformance.cases.saved import load
 from kvtwin.conformance.judge import bounds, checkers
 from kvtwin.conformance.judge.checkers import blocks
 from kvtwin.conformance.judge.compare import Mismatch, assert_within

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance import interpreter
 from kvtwin.conformance.cases import case as cases
-from kvtwin.conformance.cases import contents, draws, layouts, strategies
+from kvtwin.conformance.cases import contents, draws, layouts, saved, strategies
 from kvtwin.conformance.cases.case import DecodeCase, StateTrace, WindowCase
 from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.checkers.longflow import assert_slot_right, rank_interval
@@ -295,7 +295,7 @@ def test_a_saved_case_comes_back_whole_and_replays(case, tmp_path, capsys, monke
     monkeypatch.setattr(interpreter, "prepare", lambda: prepared.append(True))  # would import triton
     path = tmp_path / "case.safetensors"
     assert case.save(path) == f"kvtwin replay {path}"
-    loaded = cases.load(path)
+    loaded = saved.load(path)
     assert repr(loaded) == repr(case) and type(loaded) is type(case)
     assert loaded.tensors.keys() == case.tensors.keys()
     for name, tensor in case.tensors.items():
@@ -314,7 +314,7 @@ def test_a_case_that_holds_one_tensor_twice_is_saved_too(tmp_path):
     """safetensors refuses tensors that share memory, and its error would hide the mismatch."""
     key = torch.randn(1, 1, 4, 2, generator=torch.Generator().manual_seed(0))
     WindowCase.of(key[:, :, 2:], key, key, budget=2).save(tmp_path / "case.safetensors")
-    loaded = cases.load(tmp_path / "case.safetensors")
+    loaded = saved.load(tmp_path / "case.safetensors")
     assert all(loaded.tensor(name).equal(key) for name in ("key", "value"))
 
 
@@ -333,8 +333,8 @@ def test_a_failure_saves_the_case_it_is_about_and_says_how_to_replay_it(tmp_path
         picks_too_high_a_slot()
     (file,) = (tmp_path / "kept").iterdir()
     assert str(file) in str(caught.value)
-    saved = cases.load(file)
-    assert saved.slots == 5 and saved.batch == 1, "the smallest example must be saved"
+    smallest = saved.load(file)
+    assert smallest.slots == 5 and smallest.batch == 1, "the smallest example must be saved"
 
 
 def test_a_case_of_an_earlier_test_is_not_blamed():

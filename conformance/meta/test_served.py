@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import capabilities, discovery
-from kvtwin.conformance.cases.case import DecodeCase, load
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.saved import load
 from kvtwin.conformance.harness.impl import NotProvided, Twins
 from kvtwin.conformance.judge import fields, fresh, many, pieces, repeats, served, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch

@@ -9,6 +9,7 @@ import torch
 
 from kvtwin.conformance import Capabilities, capabilities, discovery
 from kvtwin.conformance.cases import case as cases
+from kvtwin.conformance.cases import saved
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import checkers, lockstep, stats, subjects, variants
 from kvtwin.conformance.judge.compare import Mismatch
@@ -108,7 +109,7 @@ def test_a_trace_with_turns_and_pages_is_saved_and_replayed(tmp_path):
     trace = variants.trace_of(keydiff, named("pages-and-turns", "keydiff"), 3, CPU)
     assert trace.turns and trace.pages and eval(repr(trace), vars(cases) | {"torch": torch}) == trace
     trace.save(tmp_path / "case.safetensors")
-    loaded = cases.load(tmp_path / "case.safetensors")
+    loaded = saved.load(tmp_path / "case.safetensors")
     assert repr(loaded) == repr(trace)
     assert str(lockstep.run(loaded, keydiff.reference)) == str(lockstep.run(trace, keydiff.reference))
 

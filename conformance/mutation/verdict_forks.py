@@ -146,7 +146,7 @@ def _verdict_of(session: pytest.Session, order: Order) -> dict[str, Any]:
     running: suite.Suite = session.config.pluginmanager.get_plugin(plugin.SUITE)  # type: ignore[assignment]
     device = running.backend.device.type
     session.config.option.kv_impl = running.implementation = order.module
-    failures.replay_with("--impl", order.module, "--device", device)
+    failures.replay_with(order.module, device)
     running.twins = Twins(order.module)
     running.supported = {name: running.twins.capabilities(name) for name in running.supported}
     running.collector = results.Collector()

@@ -205,6 +205,7 @@ def _coverage(report: Values) -> Iterator[str]:
 def _of_method(one: Values) -> str:
     refused = sorted(one["refused"].items(), key=lambda pair: -pair[1])
     missing = (f"{code(field)} ({counted(count, 'time')})" for field, count in one["missing"].items())
+    notes = (f"{code(what)} ({counted(count, 'call')})" for what, count in one["notes"].items())
     count = sum(one["refused"].values())
     return listing((
         ("calls", f"{one['calls']:,}: {one['answered']:,} answered, {count:,} refused"),
@@ -212,6 +213,7 @@ def _of_method(one: Values) -> str:
         ("declared limits", bullets(map(text, one["outside"])) or "none"),
         ("declared conventions", bullets(map(text, one["conventions"])) or "kvtwin's"),
         ("missing fields", bullets(missing) or "none"),
+        ("notes", bullets(notes) or "none"),
         ("judged", bullets(map(code, one["judged"])) or "none"),
         ("not provided", bullets(map(code, one["not_provided"])) or "none"),
     ))
