@@ -14,7 +14,7 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -108,11 +108,13 @@ def default_jobs(device: str) -> int:
 
 def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     """The command line that pytest gets."""
+    names = [pair.name for pair in discovery.built_in()]
     arguments = [
         str(plugin.HERE),
         *(str(pair.declared.folder) for pair in discovery.methods() if pair.declared and pair.name in chosen.methods),
         f"--ignore={results.META}",
         *(f"--ignore-glob={pattern}" for pattern in results.LEFT_OUT),
+        *(f"--ignore={folder}" for folder in _folders(name for name in names if name not in chosen.methods)),
         # The tests lie in the installed package: neither a configuration file above it, nor one of the project in
         # the current folder, is meant for them, and nothing is to be written there.
         *("-c", os.devnull, "--rootdir", str(plugin.HERE), "-p", plugin.NAME),
@@ -147,6 +149,12 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     if chosen.keyword:
         arguments += ["-k", chosen.keyword]
     return [*arguments, "-x"] if chosen.first else arguments
+
+
+def _folders(methods: Iterable[str]) -> Iterator[Path]:
+    """The folders of tests of these methods alone."""
+    pairs = {pair.name: pair for pair in discovery.built_in()}
+    return (plugin.HERE.joinpath(*pairs[name].path.split(".")) for name in methods)
 
 
 def add_accuracy(chosen: argparse.Namespace) -> None:
