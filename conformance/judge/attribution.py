@@ -27,8 +27,8 @@ SIZES = {"slots": (2, 3, 5, 9), "tokens": (4, 6, 9)}
 SEEDS = 4
 #: So many failures of ordinary cases are not rare, and this share of the cases is regular.
 MANY, REGULAR = 4, 0.75
-#: What ordinary cases are judged for, many rows and heads among them.
-CORE = ("accuracy", "decisions")
+#: What ordinary cases are judged for, of so many rows, too.
+CORE, MANY_ROWS = ("accuracy", "decisions"), 16
 
 
 def property_of(
@@ -53,12 +53,13 @@ def property_of(
     if ordinary >= MANY:
         return base
     distinct = [one for one in DISTINCTIONS if one != "decisions" and _has(subject, case, one)]
-    if own in CORE:
-        distinct = [one for one in distinct if one != "independence"]
     regular = math.ceil(REGULAR * len([*_variants(case)]))
     for one in sorted(distinct, key=lambda one: one != own):
-        found = failing(neutral(subject, case, one), regular if ordinary else 2)
-        if found >= (regular if ordinary else 2):
+        # In many rows a rare failure needs no other reason than their number.
+        rows = own in CORE and one == "independence" and case.batch >= MANY_ROWS
+        enough = regular if ordinary or rows else 2
+        found = failing(neutral(subject, case, one), enough)
+        if found >= enough:
             return one
         if found and not ordinary:  # rare: other cases with this distinction are right
             return base

@@ -14,9 +14,10 @@ from unittest import mock
 
 import pytest
 
+from kvtwin.conformance import capabilities
 from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases import failures, saved
-from kvtwin.conformance.judge import attribution, subjects
+from kvtwin.conformance.judge import attribution, compare, subjects
 from kvtwin.reference import longflow as reference
 
 MODULE = """
@@ -113,3 +114,38 @@ def test_a_case_that_cannot_be_saved_does_not_hide_the_failure(error, tmp_path, 
     monkeypatch.setattr(type(case), "save", mock.Mock(side_effect=error))
     assert repr(cases.latest()) == repr(case)
     assert failures.save_latest() == f"(not saved: {error})"
+
+
+def blamed(case, fails, own="decisions"):
+    """The property to which a failure of the decode step's slot is attributed, if `fails` says which cases fail."""
+    function = next(one for one in subjects.every() if str(one) == "longflow.decode_attention")
+
+    def check(module, variant, name):
+        if fails(variant):
+            compare.fail("wrong")
+
+    subject = types.SimpleNamespace(choices=function.choices, aspects=function.aspects, check=check)
+    return attribution.property_of(subject, "slot", case, None, own)
+
+
+@pytest.mark.parametrize(("fails", "own", "expected"), [
+    (lambda case: True, "free_slots", "decisions"),
+    (lambda case: case.occupancy != "full", "free_slots", "free_slots"),
+    # One of 21 ordinary cases fails: that does not explain cases with free slots, all of which fail,
+    (lambda case: case.occupancy != "full" or (case.seed, case.slots) == (3, 5), "free_slots", "free_slots"),
+    (lambda case: (case.seed, case.slots) == (3, 5), "free_slots", "decisions"),  # but those that fail as rarely.
+    (lambda case: case.batch > 1, "decisions", "independence"),
+    # Rare in 64 rows: as rare as in one row, of which 21 cases need not show it.
+    (lambda case: case.batch > 1 and case.slots > 100, "decisions", "decisions"),
+    (lambda case: case.batch > 1 and case.slots > 100, "independence", "independence"),
+])
+def test_a_failure_belongs_to_what_makes_it_frequent(fails, own, expected):
+    assert blamed(cases.DecodeCase(batch=64, slots=640, occupancy="random", seed=7), fails, own) == expected
+
+
+def test_blame_stays_inside_of_what_is_declared():
+    seen = []
+    with capabilities.use(capabilities.Capabilities(kv_heads=(2, 4), groups=(3,), slots_multiple_of=4, max_slots=8)):
+        blamed(cases.DecodeCase(key_value_heads=4, group=3, slots=8), seen.append, "layouts")
+    assert {(one.key_value_heads, one.group) for one in seen} == {(2, 3), (4, 3)}
+    assert {one.slots for one in seen} == {8}
