@@ -15,12 +15,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from . import discovery, interpreter, plugin
-from .harness import options, results, suite
+from .harness import naming, options, results, suite, survival
 from .own_methods import MethodError
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
@@ -72,8 +73,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "--jobs",
         type=int,
         metavar="N",
-        help="processes to test in (default: one on a GPU, else as many as there are cores, up to "
-        f"{MOST_JOBS}; more than one needs pytest-xdist)",
+        help=f"processes (default: one on a GPU, else as many as there are cores, up to {MOST_JOBS})",
     )
     made.add_argument(
         "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples; "
@@ -89,7 +89,12 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "--accuracy", action="store_true", help="with --impl: also let kvtwin's small model answer questions with it, "
         "as kvtwin accuracy does, and add the result to the report"
     )
+    made.add_argument(
+        "--call-limit", type=float, default=survival.SECONDS, metavar="S",
+        help="with --impl: longest time of a call (%(default)g)",
+    )
     made.add_argument("--xfails", type=Path, metavar="FILE", help="tests that are expected to fail, a line each")
+    made.set_defaults(watched=False)
     made.add_argument("-x", dest="first", action="store_true", help="stop at the first failure")
     made.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
     return made
@@ -127,8 +132,10 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         f"--kv-methods={','.join(chosen.methods)}",
         "-v" if chosen.verbose else "-q",
     ]
-    if chosen.jobs > 1:
+    if chosen.jobs > 1 or (chosen.impl is not None and chosen.watched):
         arguments += ["-n", str(chosen.jobs), "--dist", "worksteal"]
+        arguments += [f"--max-worker-restart={survival.MOST_RESTARTS}"] if chosen.impl is not None else []
+        arguments += ["-p", "no:faulthandler"] if chosen.watched else []  # of a process that ends the report says all
     profile = chosen.hypothesis_profile
     if chosen.impl is not None:
         arguments += [f"--kv-impl={chosen.impl}", "--kv-properties"]
@@ -193,12 +200,15 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         made.error(f"no method {', '.join(map(repr, unknown))}; there are: {', '.join(names)}")
     if chosen.accuracy and chosen.impl is None:
         made.error("--accuracy needs --impl; kvtwin accuracy prints the stored results of kvtwin's own methods")
+    if not chosen.call_limit > 0:
+        made.error(f"--call-limit must be more than 0 seconds, got {chosen.call_limit:g}")
     chosen.required, chosen.methods = chosen.methods, chosen.methods or names
     chosen.jobs = chosen.jobs or default_jobs(chosen.device)
+    chosen.watched = chosen.impl is not None and importlib.util.find_spec("xdist") is not None
     job = MainJob()
     if chosen.impl is not None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
-    with options.typed("--impl"):
+    with naming.typed("--impl"), survival.watching(chosen.call_limit) if chosen.watched else nullcontext():
         status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
     if chosen.accuracy and status not in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
         add_accuracy(chosen)

@@ -65,12 +65,17 @@ def save_latest() -> str | None:
     case, test = cases.latest(), cases.running_test()
     if case is None or test is None or not _saving.get():
         return None
+    return save(case, test, _judging.get())
+
+
+def save(case: cases.Case, test: str, subject: str | None) -> str:
+    """Save a case of a test. Returns the command that replays it, or why it was not saved."""
     name = re.sub(r"[^\w.=-]+", "_", test.rsplit("/", 1)[-1])
     folder = Path(os.environ.get(FOLDER, "kvtwin-failures"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path, implementation = folder / f"{name[:150]}.safetensors", _options[1] if _options else None
-        command = " ".join([case.save(path, _judging.get(), implementation), *_options])
+        command = " ".join([case.save(path, subject, implementation), *_options])
         _commands.clear()
         _commands[test] = command
         return command

@@ -31,7 +31,7 @@ from .. import capabilities, discovery
 from ..capabilities import Capabilities
 from ..judge import stats
 from ..judge.fields import Missing
-from . import options
+from . import naming, survival
 from .manners import observed
 
 NOT_PROVIDED = "not provided: "
@@ -268,7 +268,7 @@ def _judgeable(
         if outside is not None:
             _refused(f"{name}: {outside} (declared)")
         try:
-            with observed(name):
+            with observed(name), survival.watched(name):
                 returned = function(*args, **kwargs)
         except NotImplementedError as error:
             _refused(f"{name}: {error}")
@@ -356,15 +356,15 @@ def _import(name: str) -> ModuleType:
     """The module `name`. UsageError for what is no module's name, and if the import raises anything."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise pytest.UsageError(
-            f"{options.impl()} {name!r}: expected the name of a module, such as my_package.kernels, not a path"
+            f"{naming.impl()} {name!r}: expected the name of a module, such as my_package.kernels, not a path"
         )
     try:
         return _imported(name)
     except ImportError as error:
         raise pytest.UsageError(
-            f"{options.impl()} {name}: cannot import it: {error}{options.hint()}"
+            f"{naming.impl()} {name}: cannot import it: {error}{naming.hint()}"
         ) from error
     except (Exception, SystemExit) as error:
         raise pytest.UsageError(
-            f"{options.impl()} {name}: cannot import it: it raised {type(error).__name__}: {error}"
+            f"{naming.impl()} {name}: cannot import it: it raised {type(error).__name__}: {error}"
         ) from error

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from .. import discovery
-from . import options
+from . import naming
 from .impl import MISSING, Facade
 
 #: How alike two names are that stand for the same thing.
@@ -33,7 +33,7 @@ def check(facade: Facade, methods: Iterable[str], required: Iterable[str]) -> No
             found = facade.module(pair.name)
         except (Exception, SystemExit) as error:
             raise pytest.UsageError(
-                f"{options.impl()} {facade!r}: importing its {pair.name} raised {_said(error)}"
+                f"{naming.impl()} {facade!r}: importing its {pair.name} raised {_said(error)}"
             ) from error
         _check_names(found, pair, pair.name in required, facade)
 
@@ -47,12 +47,12 @@ def _check_names(found: Any, pair: discovery.Pair, required: bool, facade: Facad
             f"its {pair.name} ({getattr(found, '__file__', None) or repr(found)}) has none of its functions and classes"
         )
         raise pytest.UsageError(
-            f"{options.impl()}: nothing of {pair.name} to judge: {where}{_alike(found, wanted, lacking)}. It may have: "
+            f"{naming.impl()}: nothing of {pair.name} to judge: {where}{_alike(found, wanted, lacking)}. It may have: "
             f"{', '.join(wanted)}"
         )
     similar = _alike(found, wanted, lacking)
     if similar:
-        raise pytest.UsageError(f"{options.impl()} {facade!r}, {pair.name}: a name is not known{similar}")
+        raise pytest.UsageError(f"{naming.impl()} {facade!r}, {pair.name}: a name is not known{similar}")
 
 
 def _alike(found: Any, known: Sequence[str], lacking: Sequence[str]) -> str:

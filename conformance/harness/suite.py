@@ -19,7 +19,7 @@ from ..judge import stats
 from ..judge.fields import MissingField
 from ..judge.properties import CORE
 from ..own_methods import MethodError
-from . import environment, findings, kernel_keys, options, results, start, summary, verdict
+from . import environment, findings, kernel_keys, naming, options, results, start, summary, survival, verdict
 from .impl import EnvironmentLimit, Facade, NotProvided, Twins, environment_limit, not_run
 from .report import build_report, write_report
 
@@ -214,6 +214,7 @@ class Suite:
         self.verdicts: dict[str, verdict.MethodVerdict] = {}
         if self.implementation is not None:
             failures.replay_with(self.implementation, self.backend.device.type)
+        self.watch = survival.start() if self.implementation is not None else None
         self.written: list[str] = []
         self.freezes = not Suite.frozen  # a run inside a test leaves it to the run around it
         if self.freezes:
@@ -225,7 +226,7 @@ class Suite:
         try:
             return self.twins.capabilities(method)
         except TypeError as error:
-            raise pytest.UsageError(f"{options.impl()} {self.implementation}: {error}") from None
+            raise pytest.UsageError(f"{naming.impl()} {self.implementation}: {error}") from None
         except ImportError:  # the tests that need the module report it
             return capabilities.DEFAULT
 
@@ -299,11 +300,22 @@ class Suite:
         supported = self.supported.get(item.stash[FACTS]["method"], capabilities.DEFAULT)
         if item.stash[FACTS]["judges"] is not None:
             item.user_properties.append((JUNIT_PROPERTY, item.stash[FACTS]["judges"]))
+        if self.watch is not None:
+            self.watch.test(item.nodeid, item.stash[FACTS])
         with stats.collect() as item.stash[STATS], capabilities.use(supported):
             try:
                 return (yield)
             finally:
                 _release_memory()
+                if self.watch is not None:
+                    self.watch.idle()
+
+    # Called by pytest-xdist, if it is there, in the controlling process.
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
+        folder = survival.folder()
+        if folder is not None:
+            survival.explain(report, report.node.gateway.id, folder)
 
     # Outermost: a test fails as vacuous only if it passed otherwise.
     @pytest.hookimpl(wrapper=True, tryfirst=True)

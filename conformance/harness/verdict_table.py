@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..judge.properties import PROPERTIES
+from ..judge.properties import SURVIVES
 from . import power
 from .page.markup import of_bound
 from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
@@ -23,9 +23,9 @@ def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -
     """(text, colour) line by line; colour: "red", "yellow", "green" or ""."""
     colour = {RIGHT: "green", WRONG: "red"}.get(found.verdict, "yellow")
     yield f"{found.method} of {implementation}: {found.verdict.upper()}", colour
-    rows = [COLUMNS, *(_row(name, found.properties[name]) for name in PROPERTIES)]
+    rows = [COLUMNS, *(_row(name, judged) for name, judged in found.properties.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS) - 1)]
-    for row, name in zip(rows, ("", *PROPERTIES), strict=True):
+    for row, name in zip(rows, ("", *found.properties), strict=True):
         text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1]
         shade = {WRONG: "red", RIGHT: "", CONVENTION: ""}.get(row[1], "" if row is COLUMNS else "yellow")
         yield "  " + _cut(text.rstrip(), verbose), shade
@@ -46,6 +46,7 @@ def _row(name: str, judged: Judgement) -> tuple[str, ...]:
     if name == "traces" and judged.verdict == RIGHT:
         says = f"none wrong, {judged.adjudicated} different but legal"
     counted = f"{judged.wrong} wrong, {judged.adjudicated} different but legal; " if judged.wrong else ""
+    counted = "" if name == SURVIVES else counted
     if judged.findings:
         first = judged.findings[0]
         where = ".".join(filter(None, (first.get("subject"), first.get("field"))))

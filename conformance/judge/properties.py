@@ -16,5 +16,8 @@ PROPERTIES = {
     "traces": "decisions on the recorded traces of a trained model",
     "bad_input": "wrong arguments raise errors",
 }
+#: A property that every call judges, and that a verdict shows if it is wrong.
+SURVIVES = "survives"
+ALL = {SURVIVES: "each call returns: no abort, exit, endless loop, lack of memory or illegal access", **PROPERTIES}
 #: Those that a verdict of "right" needs.
 CORE = ("accuracy", "decisions", "free_slots", "repeatability")

@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         parser.error(str(error))
     if prepared is not None and not prepared.in_order:
         print(f"interpreter: {prepared}", file=sys.stderr)
-    sides: dict[str, Any] = {}
+    sides: dict[str, Any] = {options.impl: _twins(options.impl, parser, None)} if options.impl else {}
     failures = 0
     with bar(len(options.files), "file") as progress:
         for file in options.files:
@@ -119,13 +119,13 @@ def _twins(name: str, parser: argparse.ArgumentParser, file: str | None) -> Any:
     names it, None if the command line does."""
     import pytest
 
-    from ..harness import options
+    from ..harness import naming
     from ..harness.impl import Twins
 
     if name != OPTIMIZED and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
     try:
-        with options.typed("--impl"):
+        with naming.typed("--impl"):
             return Twins(None if name == OPTIMIZED else name)
     except pytest.UsageError as error:
         where = f" ({file} was saved for it; --impl names another)" if file else ""

@@ -379,8 +379,9 @@ def test_the_main_job_knows_its_methods(capsys):
 
 @pytest.mark.slow
 def test_the_main_job_that_verifies_nothing_fails(pytester, python):
-    """With an implementation that has none of our methods, all tests are skipped, which pytest counts as success."""
-    write(pytester.path, empty="")
+    """With an implementation that refuses all calls, all tests are skipped, which pytest counts as success."""
+    refuses = "def decode_attention(*args, **options):\n        raise NotImplementedError"
+    write(pytester.path, empty=f"class longflow:\n    {refuses}\n")
     one = "test_choices_are_right"
     ran = python("-m", "kvtwin.conformance", "longflow", "--impl=empty", "--device=cpu", "-j1", "-k", one)
     assert "kvtwin under test: empty (" in ran.stdout

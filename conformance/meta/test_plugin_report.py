@@ -136,6 +136,7 @@ def test_json_report_of_each_test(run, pytester):
     assert passed == {
         "method": "longflow", "kind": "equivalence", "claims": [], "outcome": "passed", "decisions": 40, "decisive": 39,
         "utilisation": 0.0625, "adjudicated": 2, "touched": False, "answered": 0, "refused": {}, "missing": {},
+        "notes": {},
         "judges": None, "subject": None, "judged_field": None, "cases": 1, "worst": {}, "shapes": {}, "drift": {},
         "wrong": 0, "finding": {}, "message": "", "elements": 12, "launches": 1, "dtypes": {"float32": 1},
         "layouts": {"contiguous": 1}, "rows": 2, "slots": 9, "lacking": {},

@@ -14,7 +14,7 @@ from kvtwin.conformance import ledger
 from kvtwin.conformance.harness import report as reports
 from kvtwin.conformance.harness import results, verdict
 from kvtwin.conformance.harness.page import page, plots
-from kvtwin.conformance.judge.properties import PROPERTIES
+from kvtwin.conformance.judge.properties import ALL, PROPERTIES
 from kvtwin.conformance.meta.docs_source import DOCS
 from kvtwin.conformance.meta.report_sample import HOSTILE, LONG, failed, other, passed, sample
 
@@ -98,7 +98,7 @@ def test_the_schema_rejects_other_reports(change):
 def test_the_schema_has_the_names_of_the_suite():
     schema = reports.schema()
     found = schema["$defs"]
-    assert found["property"]["enum"] == list(PROPERTIES)
+    assert found["property"]["enum"] == list(ALL)
     assert list(schema["properties"]["verdicts"]["additionalProperties"]["properties"]) == list(PROPERTIES)
     assert found["outcome"]["enum"] == list(results.OUTCOMES)
     assert found["claim"]["properties"]["outcome"]["enum"] == [*results.OUTCOMES, "not run"]
@@ -147,7 +147,7 @@ def test_coverage_counts_calls_and_names_what_is_missing():
     report = sample([*passed(44), *failed("output"), *other("LongFlowState")])
     assert report["coverage"]["longflow"] == {
         "calls": 42, "answered": 36, "refused": {"decode_attention: output": 6},
-        "missing": {"decode_attention.output": 3}, "judged": ["decode_attention"],
+        "missing": {"decode_attention.output": 3}, "notes": {}, "judged": ["decode_attention"],
         "not_provided": ["theirs.LongFlowState"],
         "outside": ["dtypes = float16", "shape = shape"], "conventions": ["ties = any"],
     }  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 
 from kvtwin.conformance import __main__ as command
 from kvtwin.conformance import cli, discovery
-from kvtwin.conformance.harness import impl, manners, options, start
+from kvtwin.conformance.harness import impl, manners, naming, start
 from kvtwin.conformance.judge import stats
 
 pytest_plugins = ["pytester"]
@@ -73,7 +73,7 @@ def test_the_command_names_its_own_option_and_exits_with_4(tmp_path, monkeypatch
         said = capfd.readouterr().err
         assert says in said and "--impl" in said and "--kv-impl" not in said and "pytest'" not in said, said
         assert len(said.strip().splitlines()) == 1
-    assert options.impl() == "--kv-impl", "only the command's own run has another name"
+    assert naming.impl() == "--kv-impl", "only the command's own run has another name"
 
 
 def facade_of(function):

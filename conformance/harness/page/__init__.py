@@ -13,7 +13,7 @@ from string import Template
 from typing import Any
 
 from ... import discovery
-from ...judge.properties import PROPERTIES
+from ...judge.properties import ALL, PROPERTIES
 from .. import power
 from ..results import FAILED
 from ..verdict import NOT_COVERED, RIGHT, WRONG
@@ -134,7 +134,7 @@ def _property(one: Values) -> tuple[str, ...]:
 def _says(judged: str, one: Values) -> str:
     """What the property is, and why the verdict is not "right"."""
     sizes = power.sizes(one)
-    about = f'<span class="soft">{text(PROPERTIES[judged])}{text(f"; {sizes}" if sizes else "")}</span>'
+    about = f'<span class="soft">{text(ALL[judged])}{text(f"; {sizes}" if sizes else "")}</span>'
     if one["verdict"] == RIGHT:
         different = f"none wrong, {one['adjudicated']:,} different but legal<br>" if judged == "traces" else ""
         return different + about
@@ -186,7 +186,7 @@ def _cause(method: str, cause: Values, properties: Mapping[str, Values]) -> str:
     expected = ", as expected" if one["expected"] else ""
     return (
         f'<section class="cause"><h3>{text(method)}, {name(judged)}: {badge(WRONG, expected)}</h3>\n'
-        f'<p class="soft">Expected: {text(PROPERTIES[judged])}.</p>\n{inside}</section>'
+        f'<p class="soft">Expected: {text(ALL[judged])}.</p>\n{inside}</section>'
     )
 
 
