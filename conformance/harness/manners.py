@@ -15,6 +15,8 @@ from typing import Any
 
 from ..judge import stats
 
+#: Variables that libraries set at their first use.
+OF_LIBRARIES = ("TORCHINDUCTOR_", "TRITON_", "CUBLAS_", "CUDA_", "PYTORCH_", "TORCH_", "KMP_", "OMP_", "NVIDIA_")
 #: Where numpy warns of masked lanes of a block, in Triton's interpreter: the kernel discards their results.
 INTERPRETER = Path("triton", "runtime", "interpreter.py").parts
 
@@ -47,7 +49,9 @@ def _settings() -> dict[str, Any]:
         "whether algorithms are deterministic": (
             torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
-        "environment variables": dict(os.environ),
+        "environment variables": {
+            name: value for name, value in os.environ.items() if not name.startswith(OF_LIBRARIES)
+        },
     }
 
 
@@ -63,5 +67,6 @@ def _restore(what: str, value: Any) -> None:
     elif what == "whether algorithms are deterministic":
         torch.use_deterministic_algorithms(value[0], warn_only=value[1])
     else:
-        os.environ.clear()
+        for name in _settings()[what].keys() - value.keys():
+            del os.environ[name]
         os.environ.update(value)

@@ -181,6 +181,7 @@ class Forks:
         """Serve, instead of running tests. In a child, return None, so that pytest runs the tests that are left."""
         if session.testsfailed:
             raise session.Failed("the tests of the verdict cannot be collected")
+        _warm_up()
         self._say(tests=len(session.items), seconds=round(time.monotonic() - self.started, 1))
         text, done = b"", False
         while not done or self.children:
@@ -284,6 +285,15 @@ class Forks:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _warm_up() -> None:
+    """Call an operator: the first call of one imports a thousand modules of torch, which each child would do again."""
+    import torch
+
+    from ...optimized.baselines import snapkv
+
+    snapkv.window_score(torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 2, 16))
 
 
 def _kill(process: int) -> None:
