@@ -69,6 +69,8 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     found["property"] = attribution.property_of(
         tested, field, case, tested.module(twins.optimized), judged, type(error), of_state=of_state
     )
+    if attribution.fails(tested, field, case, tested.module(twins.reference), type(error)):
+        found["checker"] = True
     return found
 
 

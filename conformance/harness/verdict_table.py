@@ -15,6 +15,8 @@ from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
 
 COLUMNS = ("property", "verdict", "judged", "wrong (95 %)", "of bound", "")
 MOST_CAUSES, MOST_NOTES = 3, 3
+#: Said of a case in which the reference fails as well.
+BLAMES_US = "the reference fails in such a case, too: look for the mistake in the checker, or in the reference"
 WIDTH = 120  # of a row
 MESSAGE = 170  # of a message
 
@@ -76,6 +78,8 @@ def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
         more = f", in {len(judged.findings)} tests" if len(judged.findings) > 1 else ""
         message = _cut(first["message"].splitlines()[0], verbose, MESSAGE)
         yield f"  {name.replace('_', ' ')}: {message}{more}{also}", "red"
+        if any(one.get("checker") for one in judged.findings):
+            yield f"    {BLAMES_US}", ""
         for label in ("case", "replay"):
             if first.get(label):
                 yield f"    {label}: {first[label]}", ""

@@ -80,16 +80,22 @@ def _failures(
     """In how many of the case's variants judging the field raises the expected error, up to `enough`."""
     count = 0
     for variant in _variants(case):
-        try:
-            with stats.collect(), failures.not_saved():
-                subject.check(module, variant, name)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            count += isinstance(error, expected)
+        count += fails(subject, name, variant, module, expected)
         if count >= enough:
             break
     return count
+
+
+def fails(subject: Subject, name: str, case: Case, module: Any, expected: type[BaseException]) -> bool:
+    """True if judging field `name` of a module's result raises the expected error. Nothing is recorded or saved."""
+    try:
+        with stats.collect(), failures.not_saved():
+            subject.check(module, case, name)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        return isinstance(error, expected)
+    return False
 
 
 def _variants(case: Case) -> Iterator[Case]:

@@ -17,7 +17,9 @@ import pytest
 from kvtwin.conformance import capabilities
 from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases import failures, saved
-from kvtwin.conformance.judge import attribution, compare, subjects
+from kvtwin.conformance.harness import verdict_table
+from kvtwin.conformance.judge import attribution, bounds, compare, subjects
+from kvtwin.conformance.meta.patients.run import verdict_of
 from kvtwin.reference import longflow as reference
 
 MODULE = """
@@ -149,3 +151,19 @@ def test_blame_stays_inside_of_what_is_declared():
         blamed(cases.DecodeCase(key_value_heads=4, group=3, slots=8), seen.append, "layouts")
     assert {(one.key_value_heads, one.group) for one in seen} == {(2, 3), (4, 3)}
     assert {one.slots for one in seen} == {8}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+def test_a_checker_that_the_reference_fails_is_blamed(tmp_path, monkeypatch, scale):
+    right = bounds.decode_output
+    monkeypatch.setattr(bounds, "decode_output", lambda *args, **options: scale * right(*args, **options))
+
+    def decode_attention(*args: Any, **options: Any) -> Any:
+        found = reference.decode_attention(*args, **options)
+        return found._replace(output=found.output * (1 if scale == 0 else 1.5))
+
+    keyword = "test_numbers_are_within_their_bounds and decode_attention-output and not fp8"
+    found = verdict_of("longflow", {"decode_attention": decode_attention}, {}, keyword, tmp_path, monkeypatch)
+    text = "\n".join(line for line, _ in verdict_table.lines(found, "patient"))
+    assert found.properties["accuracy"].verdict == "wrong"
+    assert (verdict_table.BLAMES_US in text) == (scale == 0.0)
