@@ -65,6 +65,7 @@ def test_keydiff_state_over_pages_keeps_step_with_float64(side, layout, data, tw
     assert_only_own_slots_were_written(state.pages, state.config.budget + MORE)
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @pytest.mark.kind("equivalence")
 @each_side

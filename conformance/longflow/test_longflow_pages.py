@@ -114,6 +114,7 @@ def test_longflow_state_over_pages_keeps_step_with_float64(side, layout, data, t
     assert_only_own_slots_were_written(state.pages, state.config.budget)
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @pytest.mark.kind("equivalence")
 @each_side
