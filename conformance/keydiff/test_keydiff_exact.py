@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from kvtwin.conformance.cases.draws import at_least
-from kvtwin.conformance.cases.key_cases import KeyCase, key_cases
+from kvtwin.conformance.cases.key_cases import ANCHORS, SIMILARITIES, KeyCase, key_cases
 from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import assert_same
@@ -126,6 +126,24 @@ def test_anchors_are_of_the_occupied_keys(anchor, center, side, twins, device):
         for budget in (1, 2, 3):
             best = sorted(expected, key=expected.__getitem__)[-budget:]
             assert kept(module.evict(key, key, budget, **options)) == sorted(best)
+
+
+@pytest.mark.property("decisions")
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_the_few_keys_of_rows_with_free_slots(anchor, similarity, side, twins, device):
+    """1 to 6 keys of very different lengths in each row, so that means, medians and numbers of keys that are taken
+    otherwise give other scores and other orders."""
+    module = getattr(twins, side).keydiff
+    generator = torch.Generator().manual_seed(6)
+    key = torch.randn(6, 1, 6, HEAD_DIM, generator=generator) + 0.5
+    key = (key * torch.exp2(2.0 * torch.randn(6, 1, 6, 1, generator=generator))).to(device)
+    occupied = torch.rand(6, 6, generator=generator).argsort(1).to(device) <= torch.arange(6, device=device)[:, None]
+    key = key.masked_fill(~occupied[:, None, :, None], NAN)
+    for budget in (1, 3):
+        case = KeyCase.of(key, budget=budget, occupied=occupied, anchor=anchor, similarity=similarity)
+        judge.assert_score_right(module.score(**case.score_inputs), case)
+        judge.assert_evict_right(module.evict(**case.inputs), case)
 
 
 # NaN and infinity ----------------------------------------------------------------------------------------------------

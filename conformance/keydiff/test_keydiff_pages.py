@@ -67,7 +67,6 @@ def test_keydiff_over_pages_is_right_in_every_layout(side, data, twins):
     judge_both(data.draw(key_cases(content=DECIDED, layout=("contiguous",), **OWN)), getattr(twins, side).keydiff)
 
 
-@pytest.mark.property("accuracy")
 @pytest.mark.slow_on_cpu
 @pytest.mark.kind("equivalence")
 @each_side

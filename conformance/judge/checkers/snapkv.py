@@ -44,7 +44,9 @@ SCORES_WHEN_DUE = True
 
 VARIANTS = (
     *BLOCKS, *INTERVALS,
-    variant("wide-window-and-pool", {"window": 5, "kernel_size": 7}, budget=12, prompt=26, padding="random"),
+    # The prompt's last block has fewer tokens than the window.
+    variant("wide-window-and-pool", {"window": 5, "kernel_size": 11, "block_size": 8}, budget=12, prompt=27,
+            padding="random"),
     variant("window-beyond-the-budget", {"window": 9, "kernel_size": 1, "interval": 2}, steps=9),
 )
 
