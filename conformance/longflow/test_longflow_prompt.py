@@ -34,7 +34,6 @@ def test_longflow_attends_to_every_tile_of_a_prompt(tokens, padding, twins, devi
     assert_within(output, truth, bounds.causal_output(**prompt, scale=trace.scale), what="prefill's output")
 
 
-@pytest.mark.property("state")
 @pytest.mark.parametrize(("padding", "content"), [
     ("none", "ordinary"), ("none", "duplicates"), ("random", "ordinary"), ("stairs", "ordinary")
 ])

@@ -225,7 +225,6 @@ def test_a_stream_sees_its_newest_tokens_until_it_first_chooses(side, twins, dev
     assert shown.sets == [[], [1]]
 
 
-@pytest.mark.property("ties")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 24, 128, 256])
 def test_of_equal_tokens_the_first_are_chosen(head_dim, dtype, twins, device):

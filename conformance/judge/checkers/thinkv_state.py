@@ -21,6 +21,7 @@ from torch import Tensor
 from ....reference.thinkv.eviction import segment_representatives
 from ....reference.thinkv.paging import in_order
 from ...cases import draws
+from ...cases.layouts import MIXED
 from .. import host, lockstep
 from ..compare import Verdict, assert_same, fail
 from ..variants import ONE, variant
@@ -71,6 +72,12 @@ VARIANTS = (
     ) for number, (shape, formats, more) in enumerate(SHAPES)),
     variant("segments-end-within-a-group", {"tau": 6, "group": 4, "block": 2, "retention": (4, 2)}, prompt=0, steps=20,
             padding="none", budget=12),
+    variant("groups-of-three", {"tau": 10, "group": 3, "block": 2, "retention": (5, 2)}, batch=3, padding="random",
+            layout=MIXED, key_value_heads=2, head_dim=20, prompt=53, steps=3, budget=20),
+    variant("segments-that-lose-none-at-first", {"tau": 4, "group": 2, "block": 2, "retention": (6, 4)}, prompt=23,
+            padding="random", budget=8),
+    variant("sizes-of-the-paper", {"tau": 128, "group": 16, "block": 8, "retention": (64, 32, 16, 8, 4)},
+            layout="transposed", key_value_heads=1, group=1, head_dim=128, prompt=300, steps=2, budget=160),
     variant("three-heads-in-many-chunks", {"tau": 16, "group": 8, "block": 2, "retention": (8, 4)},
             **ONE | {"key_value_heads": 3}, prompt=96, steps=3, budget=96),
 )
