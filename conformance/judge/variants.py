@@ -43,7 +43,7 @@ class Variant:
 
     name: unique in its method, part of the test's name. options: of the config, besides a small `budget`
     (checkers.small) and `max_tokens`, which covers the trace. trace: fields of StateTrace that differ from BUSY. long:
-    the profile quick leaves it out on a CPU.
+    the profile quick leaves it out on a CPU. served: for a GPU alone.
     """
 
     name: str
@@ -51,15 +51,24 @@ class Variant:
     trace: Mapping[str, Any] = field(default_factory=dict)
     budget: int = BUDGET
     long: bool = False
+    served: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
 def variant(name: str, options: Mapping[str, Any] | None = None, *, budget: int = BUDGET, long: bool = True,
-            **trace: Any) -> Variant:
+            served: bool = False, **trace: Any) -> Variant:
     """A variant, with the fields of its trace as keyword arguments."""
-    return Variant(name, options or {}, trace, budget, long)
+    return Variant(name, options or {}, trace, budget, long, served)
+
+
+#: A prompt that a library's attention may take, which knows no padding between tokens.
+LONG_PROMPT: dict[str, Any] = {
+    "batch": 2, "key_value_heads": 1, "prompt": 640, "steps": 2, "reorder_at": -1, "dtype": torch.float16,
+    "head_dim": 64, "scale": 0.3,
+}
+LONG_PROMPT_PADDINGS = ("none", "ends", "gap")
 
 
 #: The variants of every method.
@@ -80,6 +89,8 @@ GENERIC = (
     variant("float16", dtype=torch.float16),
     variant("bfloat16-in-wide-heads", dtype=torch.bfloat16, head_dim=64, key_value_heads=1),
     variant("equal-tokens", content="duplicates"),
+    *(variant(f"long-prompt-with-padding-{padding}", **LONG_PROMPT, padding=padding, budget=40, served=True)
+      for padding in LONG_PROMPT_PADDINGS),
 )
 
 
@@ -91,6 +102,9 @@ BLOCKS = (
     variant("one-block", {"block_size": 32}),
     variant("budget-of-1", budget=1, steps=4),
     variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
+    # Prompts of one size, whose blocks an implementation may launch together, each time more of them.
+    variant("prompts-of-many-blocks", {"block_size": 2}, prompt=67, steps=210, turns=((1, 67), (69, 67), (138, 67)),
+            reorder_at=-1, padding="none", served=True),
 )
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
@@ -124,6 +138,8 @@ def trace_of(found: discovery.Pair, one: Variant, seed: int, device: torch.devic
         trace["padding"] = "none"
     if can.contiguous_only:
         trace["layout"] = "contiguous"
+    if not (can.scale and "scale" in inspect.signature(found.config or dict).parameters):
+        trace.pop("scale", None)
     if trace.get("pages"):
         trace["pages"] = _size("page_sizes", trace["pages"])
     trace |= _lengths(trace)

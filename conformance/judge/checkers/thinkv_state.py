@@ -24,7 +24,7 @@ from ...cases import draws
 from ...cases.layouts import MIXED
 from .. import host, lockstep
 from ..compare import Verdict, assert_same, fail
-from ..variants import ONE, variant
+from ..variants import LONG_PROMPT, LONG_PROMPT_PADDINGS, ONE, variant
 from . import thinkv_paging
 from .thinkv_eviction import assert_representatives_right
 
@@ -78,6 +78,10 @@ VARIANTS = (
             padding="random", budget=8),
     variant("sizes-of-the-paper", {"tau": 128, "group": 16, "block": 8, "retention": (64, 32, 16, 8, 4)},
             layout="transposed", key_value_heads=1, group=1, head_dim=128, prompt=300, steps=2, budget=160),
+    *(variant(f"long-prompt-with-padding-{padding}", {"tau": 128, "group": 16, "block": 8, "retention": (64, 8)},
+              **LONG_PROMPT, padding=padding, budget=300, served=True) for padding in LONG_PROMPT_PADDINGS),
+    variant("many-short-segments", {"tau": 1, "group": 1, "block": 2, "retention": (1, 0)}, **ONE | {
+        "padding": "random"}, prompt=33, steps=1),
     variant("three-heads-in-many-chunks", {"tau": 16, "group": 8, "block": 2, "retention": (8, 4)},
             **ONE | {"key_value_heads": 3}, prompt=96, steps=3, budget=96),
 )
