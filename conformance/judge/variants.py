@@ -24,7 +24,7 @@ from .. import capabilities, discovery
 from ..cases import strategies, supported
 from ..cases.case import StateTrace
 from ..cases.layouts import MIXED
-from . import checkers, lockstep, stats
+from . import checkers, lockstep, stats, whole
 
 #: A trace unless a variant says otherwise: rows of different ages, three KV heads, more tokens than a small budget.
 BUSY: dict[str, Any] = {
@@ -43,7 +43,7 @@ class Variant:
 
     name: unique in its method, part of the test's name. options: of the config, besides a small `budget`
     (checkers.small) and `max_tokens`, which covers the trace. trace: fields of StateTrace that differ from BUSY. long:
-    the profile quick leaves it out on a CPU. served: for a GPU alone.
+    the profile quick leaves it out on a CPU. served: for a GPU alone. whole: a state that takes blocks gets prompts of several blocks (judge/whole.py).
     """
 
     name: str
@@ -52,15 +52,16 @@ class Variant:
     budget: int = BUDGET
     long: bool = False
     served: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
 def variant(name: str, options: Mapping[str, Any] | None = None, *, budget: int = BUDGET, long: bool = True,
-            served: bool = False, **trace: Any) -> Variant:
+            served: bool = False, whole: bool = False, **trace: Any) -> Variant:
     """A variant, with the fields of its trace as keyword arguments."""
-    return Variant(name, options or {}, trace, budget, long, served)
+    return Variant(name, options or {}, trace, budget, long, served, whole)
 
 
 #: A prompt that a library's attention may take, which knows no padding between tokens.
@@ -89,6 +90,7 @@ GENERIC = (
     variant("float16", dtype=torch.float16),
     variant("bfloat16-in-wide-heads", dtype=torch.bfloat16, head_dim=64, key_value_heads=1),
     variant("equal-tokens", content="duplicates"),
+    variant("zero-values-beside-free-slots", content="zero_values", budget=18),
     *(variant(f"long-prompt-with-padding-{padding}", **LONG_PROMPT, padding=padding, budget=40, served=True)
       for padding in LONG_PROMPT_PADDINGS),
 )
@@ -98,17 +100,19 @@ GENERIC = (
 BLOCKS = (
     variant("second-turn", {"block_size": 3}, turns=((1, 4),)),
     variant("turns-of-strides", {"block_size": 2}, turns=((0, 1), (3, 3)), layout="sliced", padding="random"),
-    variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3),
+    variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3, padding="none"),
     variant("one-block", {"block_size": 32}),
     variant("budget-of-1", budget=1, steps=4),
     variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
-    # Prompts of one size, whose blocks an implementation may launch together, each time more of them.
-    variant("prompts-of-many-blocks", {"block_size": 2}, prompt=67, steps=210, turns=((1, 67), (69, 67), (138, 67)),
-            reorder_at=-1, padding="none", served=True),
+    variant("whole-prompts", {"block_size": 3}, prompt=14, steps=8, turns=((2, 5),), padding="none", whole=True),
+    variant("whole-padded-prompts", {"block_size": 4}, prompt=14, steps=8, turns=((1, 6),), whole=True),
+    # Of one size, so that an implementation may launch their blocks together, each time more of them.
+    variant("whole-prompts-of-many-blocks", {"block_size": 2}, prompt=67, steps=210, padding="none",
+            turns=((1, 67), (69, 67), (138, 67)), served=True, whole=True),
 )
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
-    variant("interval", {"interval": 3, "block_size": 5}, steps=11),
+    variant("interval", {"interval": 4, "block_size": 5}, steps=12),
     variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),), long=False),
     variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
 )
@@ -206,9 +210,9 @@ def check(found: discovery.Pair, one: Variant, module: Any, device: torch.device
             raise _lacking(f"{module}.{state.__name__}: pages")
         if trace.turns and not hasattr(state, "append_block"):
             raise _lacking(f"{module}.{state.__name__}.append_block")
-        lockstep.run(trace, module)
+        summary = (whole if one.whole else lockstep).run(trace, module)
         counted = stats.current()
-        if counted is None or not counted.vacuous:
+        if (counted is None or not counted.vacuous) and not (one.whole and summary.undecided):
             return
 
 

@@ -74,6 +74,8 @@ VARIANTS = (
             padding="none", budget=12),
     variant("groups-of-three", {"tau": 10, "group": 3, "block": 2, "retention": (5, 2)}, batch=3, padding="random",
             layout=MIXED, key_value_heads=2, head_dim=20, prompt=53, steps=3, budget=20),
+    variant("groups-of-few-tokens-come-back", {"tau": 6, "group": 4, "block": 2, "retention": (2, 0)}, prompt=27, steps=14,
+            key_value_heads=1, padding="random", budget=10),
     variant("segments-that-lose-none-at-first", {"tau": 4, "group": 2, "block": 2, "retention": (6, 4)}, prompt=23,
             padding="random", budget=8),
     variant("sizes-of-the-paper", {"tau": 128, "group": 16, "block": 8, "retention": (64, 32, 16, 8, 4)},
