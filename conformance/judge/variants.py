@@ -43,7 +43,8 @@ class Variant:
 
     name: unique in its method, part of the test's name. options: of the config, besides a small `budget`
     (checkers.small) and `max_tokens`, which covers the trace. trace: fields of StateTrace that differ from BUSY. long:
-    the profile quick leaves it out on a CPU. served: for a GPU alone. whole: a state that takes blocks gets prompts of several blocks (judge/whole.py).
+    the profile quick leaves it out on a CPU. served: for a GPU alone. whole: a state that takes blocks gets prompts of
+    several blocks (judge/whole.py).
     """
 
     name: str
@@ -78,8 +79,8 @@ GENERIC = (
         "rows-in-another-order-and-reset", batch=3, key_value_heads=2, group=1, prompt=16, steps=10, reorder_at=2,
         reset_at=8, long=False,
     ),
-    variant("padding-comes-last", padding="stairs_down", long=False),
-    variant("padding-anywhere-and-strides", padding="random", layout=MIXED),
+    variant("padding-comes-last", padding="stairs_down", poison="largest", long=False),
+    variant("padding-anywhere-and-strides", padding="random", poison="stale", layout=MIXED),
     variant("no-prompt", prompt=0, steps=14),
     variant("five-heads-in-groups-of-three", **ONE | {"key_value_heads": 5, "group": 3}, prompt=9, steps=4),
     variant("nine-heads", **ONE | {"key_value_heads": 9}, prompt=9, steps=4),
