@@ -47,7 +47,8 @@ VARIANTS = (
     # The prompt's last block has fewer tokens than the window.
     variant("wide-window-and-pool", {"window": 5, "kernel_size": 11, "block_size": 8}, budget=12, prompt=27,
             padding="random"),
-    variant("large-blocks", {"block_size": 149, "window": 140, "kernel_size": 7}, **ONE, budget=200, prompt=300, steps=1),
+    variant("large-blocks", {"block_size": 149, "window": 140, "kernel_size": 7}, **ONE, budget=200, prompt=300,
+            steps=1),
     variant("window-beyond-the-budget", {"window": 9, "kernel_size": 1, "interval": 2}, steps=9),
 )
 
