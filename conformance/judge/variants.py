@@ -105,8 +105,9 @@ BLOCKS = (
     variant("one-block", {"block_size": 32}),
     variant("budget-of-1", budget=1, steps=4),
     variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
-    variant("whole-prompts", {"block_size": 3}, prompt=14, steps=8, turns=((2, 5),), padding="none", whole=True),
-    variant("whole-padded-prompts", {"block_size": 4}, prompt=14, steps=8, turns=((1, 6),), whole=True),
+    # The last block has one token, less than a window of queries.
+    variant("whole-prompts", {"block_size": 3}, prompt=13, steps=8, turns=((2, 5),), padding="none", whole=True),
+    variant("whole-padded-prompts", {"block_size": 4}, prompt=13, steps=8, turns=((1, 6),), whole=True),
     # Of one size, so that an implementation may launch their blocks together, each time more of them.
     variant("whole-prompts-of-many-blocks", {"block_size": 2}, prompt=67, steps=210, padding="none",
             turns=((1, 67), (69, 67), (138, 67)), served=True, whole=True),
