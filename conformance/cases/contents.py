@@ -129,7 +129,8 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
     """Make a mask of occupied slots, [B, S] or [B, Hkv, S] bool.
 
     "stairs": the last S / 4 slots of the second row, and the last S / 16 of the third; at least one in each row.
-    "stairs_down": the first ones, so that padding comes last.
+    "stairs_down": the first ones, so that padding comes last. "ends": row r lacks its first 2 r slots and its last r.
+    "gap": all rows but the first lack a slot in the middle.
     """
     slots, device = shape[-1], generator.device
     index = torch.arange(slots, device=device).expand(shape)
@@ -142,6 +143,9 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
         row = torch.arange(shape[0], device=device).view(-1, *[1] * (len(shape) - 1))
         count = (slots // 4**row).clamp_min(1)
         return index >= slots - count if kind == "stairs" else index < count
+    if kind in ("ends", "gap"):
+        row = torch.arange(shape[0], device=device).view(-1, *[1] * (len(shape) - 1))
+        return (index >= 2 * row) & (index < slots - row) if kind == "ends" else (index != slots // 2) | (row == 0)
     if kind == "one_free":
         return index != draw
     if kind == "one_token":

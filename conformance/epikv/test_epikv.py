@@ -79,6 +79,7 @@ def side(request, twins):
 # Within bounds -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("accuracy")
 @example(case=Series(2, 2, 12, "ordinary", "left", 1, str(strategies.default_device())), window=4)
 @example(case=Series(2, 2, 12, "ordinary", "holes", 1, str(strategies.default_device())), window=4)
 @given(case=series(), window=st.sampled_from((4, 1, 2, 7, 64)))
@@ -96,6 +97,7 @@ def test_rolling_means_and_z_scores(case, window, twins):
         assert_inside(getattr(twins.reference.epikv, name)(clean, window, occupied=occupied), found, what="the oracle")
 
 
+@pytest.mark.property("accuracy")
 @given(case=series(), policy=st.sampled_from(DIFFERENCES))
 @few
 def test_scores_of_two_bands(case, policy, twins):
@@ -108,6 +110,7 @@ def test_scores_of_two_bands(case, policy, twins):
     assert_inside(actual, found, what=f"score by {policy}")
 
 
+@pytest.mark.property("accuracy")
 @given(
     shape=st.sampled_from(((1, 1, 1), (2, 5, 16), (1, 3, 100), (2, 1, 257), (7, 24), (40,))),
     dtype=st.sampled_from(strategies.DTYPES), seed=st.integers(0, 2**31 - 1), equal=st.booleans(),
@@ -126,6 +129,7 @@ def test_changes_of_hidden_states(shape, dtype, seed, equal, twins, device):
     assert_within(strided, truth, bound, what="change of strided states")
 
 
+@pytest.mark.property("accuracy")
 @example(
     heads=2, head_dim=16, tokens=9, chunk=3, dtype=torch.float32, content="ordinary", padding=True, seed=1,
 )
@@ -210,6 +214,7 @@ def test_a_suffix_changes_no_bit_of_a_prefix(case, window, cut, side, twins):
         assert torch.equal(whole[..., :cut], prefix), f"{whole}\n{prefix}"
 
 
+@pytest.mark.property("extreme_numbers")
 @pytest.mark.claim("EK-9b")
 @pytest.mark.kind("laws")
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e6, 3e-7, 7e18])
@@ -222,6 +227,7 @@ def test_a_window_of_equal_values_has_no_deviation(value, window, side, device):
     assert window == 1 or torch.equal(side.rolling_zscore(g, 64), torch.zeros_like(g))
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.kind("laws")
 def test_the_first_two_z_scores(side, device):
     """The first z-score is 0, and the second is one standard deviation from the mean, whatever the values."""
@@ -275,6 +281,7 @@ def chosen(scores: list[float], budget: int, prompt: int, recent: int, real: lis
     return sorted(safe + others[:min(total, budget) - len(safe)])
 
 
+@pytest.mark.property("decisions")
 @given(data=st.data())
 @few
 def test_selection(data, side, device):
@@ -311,6 +318,7 @@ def tokens(seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return one, two, three
 
 
+@pytest.mark.property("state")
 @pytest.mark.claim("EK-8a")
 @example(seed=1, budget=4, recent=3)
 @given(seed=st.integers(0, 2**31 - 1), budget=st.integers(1, 9), recent=st.none() | st.integers(1, 3))
@@ -384,6 +392,7 @@ def test_layers_that_share_a_scorer_are_layers_alone(side, device):
     assert scorer.tokens_seen == 12
 
 
+@pytest.mark.property("state")
 def test_a_kept_prompt_outlasts_equal_scores(side, device):
     """All tokens of a first chunk score +inf, as a kept prompt does. The prompt tokens, which are the oldest, must not
     be evicted."""

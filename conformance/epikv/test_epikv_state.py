@@ -32,6 +32,7 @@ def drawn(seed: int, device: torch.device, *time: int, heads: int = 1, queries: 
     return [torch.randn(2, count, *time, 16, generator=generator).to(device) for count in (queries, heads, heads)]
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("policy", ["kv_val", "attn_x_hs"])
 def test_attention_over_several_tiles_and_splits(policy, twins, device):
     """A cache of three tiles, split between two programs, with logits that rise from tile to tile."""
@@ -44,6 +45,7 @@ def test_attention_over_several_tiles_and_splits(policy, twins, device):
     assert int(run.tested.occupied.sum()) == 92
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize(
     "options",
     [{"budget": 9}, {"budget": 4, "count_prompt": False, "max_prompt": 6}, {"budget": 9, "policy": "lag_kv"}],
@@ -65,6 +67,7 @@ def test_a_kept_prompt(options, twins, device):
     assert run.tested.tokens_seen == 12
 
 
+@pytest.mark.property("bad_input")
 @pytest.mark.parametrize("options", [{"budget": 8}, {"budget": 4, "count_prompt": False, "max_prompt": 6}])
 def test_every_row_of_a_kept_prompt_must_fit(options, twins, device):
     """Rows of 4 and 9 tokens."""
@@ -75,6 +78,7 @@ def test_every_row_of_a_kept_prompt_must_fit(options, twins, device):
             state.prefill(*(tensor.to(state.dtype) for tensor in drawn(3, device, 9)), occupied)
 
 
+@pytest.mark.property("state")
 def test_a_row_that_begins_with_its_first_step(twins, device):
     """The prompt of the row is all padding. Its first token has no previous one and scores 0, whatever its hidden
     state."""
@@ -89,6 +93,7 @@ def test_a_row_that_begins_with_its_first_step(twins, device):
         run.step(*drawn(32 + step, device))
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("policy", ["band_adaptive", "lag_kv"])
 def test_a_longer_run_with_reset_and_beams(policy, twins, device):
     bands = {"bands": (1, 2)} if policy == "band_adaptive" else {}
@@ -104,6 +109,7 @@ def test_a_longer_run_with_reset_and_beams(policy, twins, device):
         run.step(*drawn(60 + step, device))
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("options", [
     {"policy": "band_adaptive", "bands": (2, 1)}, {"policy": "lag_kv"}, {"policy": "attn_x_hs"},
@@ -134,12 +140,14 @@ def test_rows_of_other_ages_in_another_order_and_after_a_reset(options, twins, d
         run.step(*tokens(112 + step))
 
 
+@pytest.mark.property("state")
 def test_attention_over_several_tiles_of_each_split(twins, device):
     run = both(twins, device, budget=330, policy="kv_val", keep_prompt=False)
     run.prefill(*drawn(130, device, 335))
     run.step(*drawn(131, device))
 
 
+@pytest.mark.property("state")
 def test_the_paper_s_budgets_and_windows(twins, device):
     """Defaults: a window of 64 values and a recency of K / 4. The hidden size differs from the size of the heads."""
     config = EpiKVConfig(16, hidden_size=40)
@@ -156,6 +164,7 @@ def test_the_paper_s_budgets_and_windows(twins, device):
     assert run.tested.config.newest == 4
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("options", [
     {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS}, {"policy": "segment_hs", **BY_ENTROPY},
@@ -196,6 +205,7 @@ def look(scorer: Any, layers: list[Any], token: int, targets: list[int | None]) 
     scorer.step((hidden, hidden if scorer.config.edges else hidden[:, :0]))
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 def test_layers_that_share_a_scorer_count_equally(side, twins, device):
     """Weights are 0 or 1 and z-scores are 0, so that sums are exact. One layer attends to token 0, the other to
@@ -212,6 +222,7 @@ def test_layers_that_share_a_scorer_count_equally(side, twins, device):
     assert int(scorer.positions[0, scorer.next_slot]) == 4, "the oldest of equal scores, except the newest token"
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 def test_layers_that_share_a_scorer_classify_thoughts_together(side, twins, device):
     """The sparsity of one layer is (n - 1) / n, as it attends to one token, and that of the other is 0. Their mean sets
@@ -226,6 +237,7 @@ def test_layers_that_share_a_scorer_classify_thoughts_together(side, twins, devi
     assert int(scorer.positions[0, scorer.next_slot]) == 4
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 def test_layers_that_share_a_scorer_classify_thoughts_by_their_mean_entropy(side, twins, device):
     """A layer that attends to one token has the entropy 0, and one that attends to all equally has 1, the largest. The
@@ -244,6 +256,7 @@ def test_layers_that_share_a_scorer_classify_thoughts_by_their_mean_entropy(side
     assert int(scorer.positions[0, scorer.next_slot]) == 6, "the transitions 0, 1 and 6 first, then executions"
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("queries", [1, 5])
 def test_the_entropy_of_many_heads_and_tokens(queries, twins, device):
     """Each query head has attention of its own, from even to a single token. In the interpreter, 5 heads and 21 slots
@@ -309,6 +322,7 @@ def test_hybrids_keep_what_their_definition_keeps(seed, policy, side, twins, dev
     assert not segments or len(set(thought)) == 3
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 @pytest.mark.parametrize("options", [
     {"policy": "attn_x_hs"}, {"policy": "segment_hs", "tau": 1, "edges": (0.3, 0.39), "sparsity_threshold": 0.5},
@@ -332,6 +346,7 @@ def test_reset_discards_an_incomplete_step(options, side, twins, device):
             assert torch.equal(layers[0].thoughts, others[0].thoughts), f"thoughts after token {token}"
 
 
+@pytest.mark.property("extreme_numbers")
 def test_selection_evicts_nan_first(twins, device):
     scores = torch.tensor([[3.0, torch.nan, -torch.inf, 1.0, torch.nan, 2.0]], device=device)
     for side in (twins.reference.epikv, twins.optimized.epikv):
@@ -340,7 +355,9 @@ def test_selection_evicts_nan_first(twins, device):
 
 
 @pytest.mark.parametrize("policy", ["kv_val", "attn_x_hs"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [
+    pytest.param(torch.float32, marks=pytest.mark.property("state")), torch.float64, torch.bfloat16
+])
 def test_received_attention_is_part_of_the_score_of_hybrids_alone(policy, dtype, twins, device):
     """Both add it to choose a prompt's tokens. Scores are multiples of 1/4, which every dtype adds exactly."""
     generator = torch.Generator().manual_seed(8)

@@ -49,7 +49,9 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
 @pytest.mark.property("state")
 @pytest.mark.kind("equivalence")
 @pytest.mark.parametrize(("pair", "variant"), [
-    pytest.param(pair, one, id=f"{pair}-{one}", marks=(pytest.mark.slow_on_cpu,) if one.long else ())
+    pytest.param(pair, one, id=f"{pair}-{one}", marks=[
+        *([pytest.mark.slow_on_cpu] if one.long else ()), *([pytest.mark.served] if one.served else ()),
+    ])
     for pair in discovery.methods() for one in variants.of(pair.name)
 ])
 def test_a_variant_keeps_step(pair, variant, twins, device):

@@ -26,7 +26,8 @@ from .report import build_report, write_report
 MARKERS = (
     "kind(name): the kind of the test: equivalence, laws, claims, golden or bad_input",
     "claim(id): the test checks this claim of the ledger in <method>/claims.toml",
-    "property(name): the property of an implementation that the test judges: judge/subjects.py",
+    "property(name, slots='any'): the property of an implementation that the test judges: judge/subjects.py; "
+    "slots='fixed': of a state whose tokens stay in their slots",
     "limits: about what kvtwin's own kernels do not take. Not run on other implementations, which may take it",
     "slow: a test over two seconds long of the suite itself, of stored results or of imports; `tox` leaves it out, and "
     ".ci/run does not",
@@ -232,9 +233,12 @@ class Suite:
 
     def _is_declared(self, item: pytest.Item) -> bool:
         """False for tests of wrong arguments if the implementation does not validate its arguments, and for tests of
-        ties in states with slots in another order than kvtwin's, which decides ties by slot."""
+        ties in states with slots in another order than kvtwin's, which decides ties by slot, and of the slots."""
         supported = self.supported.get(item.stash[FACTS]["method"], capabilities.DEFAULT)
         judged = item.stash[FACTS]["judges"]
+        mark = item.get_closest_marker("property")
+        if mark is not None and mark.kwargs.get("slots") == "fixed" and supported.slot_order != "fixed":
+            return False
         if judged == "ties" and supported.slot_order != "fixed":
             from ..judge.subjects import StateSubject
 

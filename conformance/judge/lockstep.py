@@ -36,16 +36,18 @@ from .unchanged import also, unchanged
 
 @dataclass
 class Summary:
-    """Counts of a run: compared steps, decisive choices, adopted choices."""
+    """Counts of a run: compared steps, decisive choices, adopted choices, and choices with more than one answer."""
 
     steps: int = 0
     decisive: int = 0
     adjudicated: int = 0
+    undecided: int = 0
 
     def add(self, verdict: Verdict | None) -> None:
         if verdict is not None:
             self.decisive += int(verdict.decisive.sum())
             self.adjudicated += int(verdict.adjudicated.sum())
+            self.undecided += int((verdict.scored & ~verdict.decisive).sum())
 
     def __str__(self) -> str:
         return f"{self.steps} steps, {self.decisive} decisive choices, {self.adjudicated} adjudicated ties"

@@ -24,7 +24,7 @@ from .. import capabilities, discovery
 from ..cases import strategies, supported
 from ..cases.case import StateTrace
 from ..cases.layouts import MIXED
-from . import checkers, lockstep, stats
+from . import checkers, lockstep, stats, whole
 
 #: A trace unless a variant says otherwise: rows of different ages, three KV heads, more tokens than a small budget.
 BUSY: dict[str, Any] = {
@@ -43,7 +43,8 @@ class Variant:
 
     name: unique in its method, part of the test's name. options: of the config, besides a small `budget`
     (checkers.small) and `max_tokens`, which covers the trace. trace: fields of StateTrace that differ from BUSY. long:
-    the profile quick leaves it out on a CPU.
+    the profile quick leaves it out on a CPU. served: for a GPU alone. whole: a state that takes blocks gets prompts of
+    several blocks (judge/whole.py).
     """
 
     name: str
@@ -51,15 +52,25 @@ class Variant:
     trace: Mapping[str, Any] = field(default_factory=dict)
     budget: int = BUDGET
     long: bool = False
+    served: bool = False
+    whole: bool = False
 
     def __str__(self) -> str:
         return self.name
 
 
 def variant(name: str, options: Mapping[str, Any] | None = None, *, budget: int = BUDGET, long: bool = True,
-            **trace: Any) -> Variant:
+            served: bool = False, whole: bool = False, **trace: Any) -> Variant:
     """A variant, with the fields of its trace as keyword arguments."""
-    return Variant(name, options or {}, trace, budget, long)
+    return Variant(name, options or {}, trace, budget, long, served, whole)
+
+
+#: A prompt that a library's attention may take, which knows no padding between tokens.
+LONG_PROMPT: dict[str, Any] = {
+    "batch": 2, "key_value_heads": 1, "prompt": 640, "steps": 2, "reorder_at": -1, "dtype": torch.float16,
+    "head_dim": 64, "scale": 0.3,
+}
+LONG_PROMPT_PADDINGS = ("none", "ends", "gap")
 
 
 #: The variants of every method.
@@ -68,8 +79,8 @@ GENERIC = (
         "rows-in-another-order-and-reset", batch=3, key_value_heads=2, group=1, prompt=16, steps=10, reorder_at=2,
         reset_at=8, long=False,
     ),
-    variant("padding-comes-last", padding="stairs_down", long=False),
-    variant("padding-anywhere-and-strides", padding="random", layout=MIXED),
+    variant("padding-comes-last", padding="stairs_down", poison="largest", long=False),
+    variant("padding-anywhere-and-strides", padding="random", poison="stale", layout=MIXED),
     variant("no-prompt", prompt=0, steps=14),
     variant("five-heads-in-groups-of-three", **ONE | {"key_value_heads": 5, "group": 3}, prompt=9, steps=4),
     variant("nine-heads", **ONE | {"key_value_heads": 9}, prompt=9, steps=4),
@@ -80,6 +91,9 @@ GENERIC = (
     variant("float16", dtype=torch.float16),
     variant("bfloat16-in-wide-heads", dtype=torch.bfloat16, head_dim=64, key_value_heads=1),
     variant("equal-tokens", content="duplicates"),
+    variant("zero-values-beside-free-slots", content="zero_values", budget=18),
+    *(variant(f"long-prompt-with-padding-{padding}", **LONG_PROMPT, padding=padding, budget=40, served=True)
+      for padding in LONG_PROMPT_PADDINGS),
 )
 
 
@@ -87,14 +101,20 @@ GENERIC = (
 BLOCKS = (
     variant("second-turn", {"block_size": 3}, turns=((1, 4),)),
     variant("turns-of-strides", {"block_size": 2}, turns=((0, 1), (3, 3)), layout="sliced", padding="random"),
-    variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3),
+    variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3, padding="none"),
     variant("one-block", {"block_size": 32}),
     variant("budget-of-1", budget=1, steps=4),
     variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
+    # The last block has one token, less than a window of queries.
+    variant("whole-prompts", {"block_size": 3}, prompt=13, steps=8, turns=((2, 5),), padding="none", whole=True),
+    variant("whole-padded-prompts", {"block_size": 4}, prompt=13, steps=8, turns=((1, 6),), whole=True),
+    # Of one size, so that an implementation may launch their blocks together, each time more of them.
+    variant("whole-prompts-of-many-blocks", {"block_size": 2}, prompt=67, steps=210, padding="none",
+            turns=((1, 67), (69, 67), (138, 67)), served=True, whole=True),
 )
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
-    variant("interval", {"interval": 3, "block_size": 5}, steps=11),
+    variant("interval", {"interval": 4, "block_size": 5}, steps=12),
     variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),), long=False),
     variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
 )
@@ -124,6 +144,8 @@ def trace_of(found: discovery.Pair, one: Variant, seed: int, device: torch.devic
         trace["padding"] = "none"
     if can.contiguous_only:
         trace["layout"] = "contiguous"
+    if not (can.scale and "scale" in inspect.signature(found.config or dict).parameters):
+        trace.pop("scale", None)
     if trace.get("pages"):
         trace["pages"] = _size("page_sizes", trace["pages"])
     trace |= _lengths(trace)
@@ -190,9 +212,9 @@ def check(found: discovery.Pair, one: Variant, module: Any, device: torch.device
             raise _lacking(f"{module}.{state.__name__}: pages")
         if trace.turns and not hasattr(state, "append_block"):
             raise _lacking(f"{module}.{state.__name__}.append_block")
-        lockstep.run(trace, module)
+        summary = (whole if one.whole else lockstep).run(trace, module)
         counted = stats.current()
-        if counted is None or not counted.vacuous:
+        if (counted is None or not counted.vacuous) and not (one.whole and summary.undecided):
             return
 
 

@@ -218,6 +218,7 @@ def test_keydiff_orders_nearly_collinear_keys(twins, device):
     assert float((high - low).max()) < 0.01 * float(high.max() - low.min()), "the bounds must order the keys"
 
 
+@pytest.mark.property("extreme_numbers")
 def test_keydiff_finds_the_direction_of_a_median_that_is_far_smaller_than_the_largest_key(twins, device):
     """One key of 2^100 and others of about 2^-60. The median, divided by the largest key, would underflow in
     float32."""
@@ -230,6 +231,7 @@ def test_keydiff_finds_the_direction_of_a_median_that_is_far_smaller_than_the_la
     assert bool(verdict.decisive.all())
 
 
+@pytest.mark.property("extreme_numbers")
 @pytest.mark.parametrize("anchor", ANCHORS)
 @pytest.mark.parametrize("exponent", (-60, -100, -130))
 def test_keydiff_scores_against_an_anchor_that_nearly_vanishes(anchor, exponent, twins, device):

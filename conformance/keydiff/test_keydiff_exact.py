@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from kvtwin.conformance.cases.draws import at_least
-from kvtwin.conformance.cases.key_cases import KeyCase, key_cases
+from kvtwin.conformance.cases.key_cases import ANCHORS, SIMILARITIES, KeyCase, key_cases
 from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import assert_same
@@ -52,6 +52,7 @@ def dropped(result) -> list[int]:
 # Ties ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("ties")
 @pytest.mark.parametrize(("anchor", "similarity", "layout"), KINDS)
 def test_evicts_the_oldest_of_equal_keys(anchor, similarity, layout, side, twins, device):
     """For any strides, which may change the order of sums."""
@@ -73,6 +74,7 @@ def test_evicts_the_oldest_of_equal_keys(anchor, similarity, layout, side, twins
             assert equal_kept == places[len(places) - len(equal_kept):], "the oldest must be evicted first"
 
 
+@pytest.mark.property("extreme_numbers")
 def test_zero_keys_rank_like_keys_orthogonal_to_the_anchor(side, twins, device):
     """A zero key normalises to zero, so it ranks between keys that are similar to the anchor and keys opposite to
     it."""
@@ -126,9 +128,28 @@ def test_anchors_are_of_the_occupied_keys(anchor, center, side, twins, device):
             assert kept(module.evict(key, key, budget, **options)) == sorted(best)
 
 
+@pytest.mark.property("decisions")
+@pytest.mark.parametrize("similarity", SIMILARITIES)
+@pytest.mark.parametrize("anchor", ANCHORS)
+def test_the_few_keys_of_rows_with_free_slots(anchor, similarity, side, twins, device):
+    """1 to 6 keys of very different lengths in each row, so that means, medians and numbers of keys that are taken
+    otherwise give other scores and other orders."""
+    module = getattr(twins, side).keydiff
+    generator = torch.Generator().manual_seed(6)
+    key = torch.randn(6, 1, 6, HEAD_DIM, generator=generator) + 0.5
+    key = (key * torch.exp2(2.0 * torch.randn(6, 1, 6, 1, generator=generator))).to(device)
+    occupied = torch.rand(6, 6, generator=generator).argsort(1).to(device) <= torch.arange(6, device=device)[:, None]
+    key = key.masked_fill(~occupied[:, None, :, None], NAN)
+    for budget in (1, 3):
+        case = KeyCase.of(key, budget=budget, occupied=occupied, anchor=anchor, similarity=similarity)
+        judge.assert_score_right(module.score(**case.score_inputs), case)
+        judge.assert_evict_right(module.evict(**case.inputs), case)
+
+
 # NaN and infinity ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("extreme_numbers")
 def test_a_key_that_is_no_number_leaves_no_order(side, twins, device):
     """The anchor of its head is NaN, and so are all ranks, so the lowest slots are evicted. Other heads are
     unaffected."""
@@ -148,6 +169,7 @@ def test_a_key_that_is_no_number_leaves_no_order(side, twins, device):
 # Counts and protection -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("decisions")
 def test_every_budget_is_kept(side, twins, device):
     module = getattr(twins, side).keydiff
     key = keys(device)
@@ -170,6 +192,7 @@ def test_every_budget_is_kept(side, twins, device):
     assert bool((module.score(key, occupied=torch.zeros_like(occupied)) == -INF).all())
 
 
+@pytest.mark.property("decisions")
 def test_recent_and_protected_tokens_stay(side, twins, device):
     """Even with the lowest scores: their keys equal the anchor."""
     module = getattr(twins, side).keydiff
@@ -201,6 +224,7 @@ def test_positions_and_queries_do_not_change_the_choice(side, twins, device):
     assert kept(module.evict(key * powers.to(device), key, 9)) == best
 
 
+@pytest.mark.property("extreme_numbers")
 def test_keys_of_any_size_have_directions(side, twins, device):
     """Squares overflow or underflow in float32, but cosines depend on directions only."""
     module = getattr(twins, side).keydiff
@@ -211,6 +235,7 @@ def test_keys_of_any_size_have_directions(side, twins, device):
         assert kept(module.evict(key * factor, key, 9)) == best
 
 
+@pytest.mark.property("extreme_numbers")
 def test_keys_of_very_different_sizes_have_directions(side, twins, device):
     """Tokens of 1e30 and of 2^-71 beside each other, and a head 1e60 times larger than the other."""
     module = getattr(twins, side).keydiff
@@ -224,6 +249,7 @@ def test_keys_of_very_different_sizes_have_directions(side, twins, device):
         assert_same(module.evict(case, key, 9).kept, best, what="kept")
 
 
+@pytest.mark.property("ties")
 def test_evicts_equal_keys_of_several_tiles_by_slot(side, twins, device):
     """60 of 700 keys are equal and most like the anchor. Of them, the lowest 20, 40 and 59 are evicted."""
     module = getattr(twins, side).keydiff

@@ -75,6 +75,7 @@ def test_keydiff_over_fp8_is_what_float64_says(side, data, twins, device):
     judge.assert_pairwise_right(of(twins, side, device).pairwise_score(**case.pairwise_inputs), case)
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.kind("equivalence")
 @each_side
 @each_format
@@ -83,6 +84,7 @@ def test_keydiff_over_fp8_with_every_anchor(side, fp8, anchor, twins, device):
     assert_right(of(twins, side, device), keys(fp8, device, anchor=anchor, recent=2, protect="random"))
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.kind("equivalence")
 @each_side
 @each_format
@@ -119,6 +121,7 @@ def test_a_positive_scale_of_each_head_changes_nothing(side, fp8, anchor, twins,
         assert_same(module.evict(**case.inputs | plain).kept, kept, what="kept of scaled keys")
 
 
+@pytest.mark.property("decisions")
 @pytest.mark.kind("equivalence")
 @each_side
 @each_format
@@ -136,6 +139,7 @@ def test_kept_keys_and_values_have_the_same_codes(side, fp8, twins, device):
     assert bool((result.kept < 0).any()) and bool((result.kept >= 0).any())
 
 
+@pytest.mark.property("ties")
 @pytest.mark.kind("laws")
 @each_side
 @each_format

@@ -142,6 +142,7 @@ def test_a_key_of_extreme_size_in_any_tile_of_pages_has_a_direction(factor, page
         judge_paged(case, function(getattr(twins, side).keydiff), layouts)
 
 
+@pytest.mark.property("layouts")
 @pytest.mark.kind("laws")
 @each_side
 @pytest.mark.parametrize("transposed", [False, True], ids=["wide", "transposed"])
@@ -193,6 +194,7 @@ def test_the_token_of_a_step_takes_the_freed_slot(page_size, side, twins, device
         key = key.scatter(2, place, new[:, :, None])
 
 
+@pytest.mark.property("free_slots")
 @pytest.mark.kind("laws")
 @each_side
 def test_a_full_cache_has_no_free_slot(side, twins, device):
@@ -305,6 +307,7 @@ def test_what_kernels_cannot_take_is_refused(more, error, says, twins, device):
             call(pages, occupied)
 
 
+@pytest.mark.property("free_slots")
 @pytest.mark.kind("laws")
 @each_side
 def test_a_row_without_tokens_keeps_none(side, twins, device):

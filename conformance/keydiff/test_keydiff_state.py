@@ -142,6 +142,7 @@ def test_the_peak_is_budget_and_block(twins, device):
 # Steps ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(
     ("refresh", "content"), [(1, "ordinary"), (7, "turning"), (7, "collinear"), (1000, "collinear")]
@@ -202,6 +203,7 @@ def test_queries_decide_nothing(side, twins, device):
     assert_same(kept[1].score, kept[0].score, what="score")
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_recent_tokens_stay_for_as_long_as_they_are_recent(side, twins, device):
     """All keys but one are similar, so only recency protects the newest."""
@@ -217,6 +219,7 @@ def test_recent_tokens_stay_for_as_long_as_they_are_recent(side, twins, device):
         assert 3 in present, "the dissimilar key must be kept"
 
 
+@pytest.mark.property("state")
 @SIDES
 @pytest.mark.parametrize(("budget", "recent"), [(7, 5), (40, 1), (40, 33), (6, 6)])
 def test_an_odd_number_of_recent_tokens_stays(budget, recent, side, twins, device):
@@ -233,6 +236,7 @@ def test_an_odd_number_of_recent_tokens_stays(budget, recent, side, twins, devic
         assert set(range(token + 1 - recent, token + 1)) <= set(present)
 
 
+@pytest.mark.property("ties", slots="fixed")
 @SIDES
 def test_evicts_equal_keys_by_slot(side, twins, device):
     """With equal keys, the lowest slot is evicted each time, and the newest token takes its place."""
@@ -248,6 +252,7 @@ def test_evicts_equal_keys_by_slot(side, twins, device):
     assert state.positions[0, 0].tolist() == [6, 7, 2, -1, -1]
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 def test_scores_move_with_their_tokens(side, twins, device):
     """`score` is that of the tokens before the eviction. Free slots have no score."""
@@ -261,6 +266,7 @@ def test_scores_move_with_their_tokens(side, twins, device):
     assert bool((state.score[..., 6:] == -torch.inf).all())
 
 
+@pytest.mark.property("state")
 def test_keydiff_state_keeps_step_over_many_evictions(twins, device):
     """A long trace, in which slots are reused many times."""
     gpu = device.type == "cuda"

@@ -36,6 +36,7 @@ def test_longflow_decodes_as_float64_would(case, twins):
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize("slots", (299, 300))
 @pytest.mark.parametrize("content", ("ordinary", "extreme_1e4"))
 def test_longflow_carries_the_softmax_over_several_tiles(content, slots, twins, device):
@@ -173,6 +174,7 @@ def test_longflow_decodes_a_row_the_same_alone_and_in_a_batch(case, row, twins):
     assert_same(single.slot, batched.slot[row:row + 1], where=verdict.decisive, what="slot of the row alone")
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("per_head", [False, True])
 def test_longflow_state_keeps_step_over_many_evictions(per_head, twins, device):

@@ -33,6 +33,7 @@ def mask(device, *slots: int) -> torch.Tensor:
     return torch.isin(index, torch.tensor(slots, device=device))[None]
 
 
+@pytest.mark.property("ties")
 def test_longflow_takes_the_lowest_of_equal_tokens(side, twins, device):
     decode = getattr(twins, side).longflow.decode_attention
     case = full_cache(device, 0)
@@ -45,6 +46,7 @@ def test_longflow_takes_the_lowest_of_equal_tokens(side, twins, device):
     assert decode(**case, protected=mask(device, 7, 19)).slot.tolist() == [36]
 
 
+@pytest.mark.property("ties")
 @pytest.mark.parametrize(("heads", "group"), [(1, 5), (2, 3), (3, 4)])
 def test_longflow_ranks_equal_tokens_alike_in_the_last_slots(side, heads, group, twins, device):
     """The sum over heads must not depend on the slot. Each of 16 rows has two equal tokens, one in the last slots."""
@@ -63,6 +65,7 @@ def test_longflow_ranks_equal_tokens_alike_in_the_last_slots(side, heads, group,
             assert decode(query.double(), key.double(), value.double(), occupied).slot.tolist() == [5] * 16
 
 
+@pytest.mark.property("decisions")
 def test_longflow_ranks_by_the_1_norm(side, twins, device):
     """Two tokens have equal keys. The value with a single 1.5 has a smaller 1-norm, but a larger 2-norm, than the value
     with sixteen times 0.1."""
@@ -77,6 +80,7 @@ def test_longflow_ranks_by_the_1_norm(side, twins, device):
     assert decode(**case, protected=mask(device, 35)).slot.tolist() == [5]
 
 
+@pytest.mark.property("extreme_numbers")
 @pytest.mark.parametrize("slot", [7, SLOTS - 1])
 @pytest.mark.parametrize("number", [NAN, -NAN], ids=["nan", "minus_nan"])
 def test_longflow_evicts_a_token_whose_score_is_nan(number, slot, side, twins, device):
@@ -93,6 +97,7 @@ def test_longflow_evicts_a_token_whose_score_is_nan(number, slot, side, twins, d
     assert_same(protected, decode(**finite).slot, what="the slot if the NaN is protected")
 
 
+@pytest.mark.property("extreme_numbers")
 def test_longflow_takes_the_lowest_slot_where_all_scores_are_nan(side, twins, device):
     """A NaN in one key makes all weights of its row NaN."""
     decode = getattr(twins, side).longflow.decode_attention
@@ -150,6 +155,7 @@ def assert_goes_on_like(state, other, steps, rows=slice(None)) -> None:
             assert_same(state.step(*(part[rows] for part in steps[number])), output[rows], what=f"output {number}")
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared", "per_head"])
 def test_longflow_reset_and_reorder_cover_the_whole_state(per_head, side, twins, device):
     """In a padded row, the sinks end at another position. So reset must clear this position, and reorder must move
@@ -167,6 +173,7 @@ def test_longflow_reset_and_reorder_cover_the_whole_state(per_head, side, twins,
     assert_goes_on_like(state, a_state(side, twins, device, per_head=per_head), later)
 
 
+@pytest.mark.property("state", slots="fixed")
 def test_longflow_fills_free_slots_in_order(side, twins, device):
     """A prompt leaves several slots free, and its padding occupies none. All free slots are filled in order before
     anything is evicted."""

@@ -67,6 +67,7 @@ def assert_all_same(one: Any, other: Any, what: str = "") -> None:
         assert_same(mine, theirs, what=f"{name} {what}")
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.kind("equivalence")
 @each_side
 @each_format
@@ -78,6 +79,7 @@ def test_longflow_applies_scales_where_they_matter(side, fp8, per_head, scales, 
     judge.assert_decode_right(function(twins, side)(**case.inputs), case)
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.kind("equivalence")
 @each_side
 @each_format
@@ -282,6 +284,7 @@ def test_longflow_over_pages_of_fp8_has_the_bits_of_one_tensor(side, data, twins
         assert_all_same(found, function(twins, side)(**case.inputs))
 
 
+@pytest.mark.property("layouts")
 @pytest.mark.kind("laws")
 @each_side
 @each_format
@@ -295,6 +298,7 @@ def test_pages_of_64_slots_hold_whole_tiles_of_fp8(side, fp8, twins, device):
 # Numbers that are not finite, and wrong arguments --------------------------------------------------------------------
 
 
+@pytest.mark.property("extreme_numbers")
 @pytest.mark.kind("laws")
 @each_side
 @pytest.mark.parametrize(("fp8", "code"), [("e4m3", 0x7F), ("e4m3", 0xFF), ("e5m2", 0x7E), ("e5m2", 0xFD)])

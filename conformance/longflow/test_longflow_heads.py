@@ -81,6 +81,7 @@ def test_longflow_waits_for_the_candidate_of_every_block(many, twins, device):
         assert twins.optimized.longflow.decode_attention(**case.inputs).slot.tolist() == victims
 
 
+@pytest.mark.property("free_slots")
 @pytest.mark.parametrize("slots", [199, 200])
 def test_longflow_finds_a_free_slot_in_any_tile(slots, twins, device):
     """One free slot per row, among the first slots that a program looks at, among the next, or among the last ones."""
@@ -91,6 +92,7 @@ def test_longflow_finds_a_free_slot_in_any_tile(slots, twins, device):
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
+@pytest.mark.property("decisions")
 @given(case=decode_cases(content=("overflow_88",), slots=(24, None), occupancy=("full",), protect=("none", "newest")))
 @few
 def test_longflow_ranks_scores_that_underflow(case, twins):
@@ -99,6 +101,7 @@ def test_longflow_ranks_scores_that_underflow(case, twins):
     judge.assert_decode_right(actual, case)
 
 
+@pytest.mark.property("free_slots")
 @pytest.mark.parametrize("slots", [6, 7])
 def test_longflow_gives_zeros_for_a_row_without_tokens(slots, twins, device):
     """For both ways to finish a step. In the interpreter, the parity of the number of slots selects one."""
@@ -134,6 +137,7 @@ FAR = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.property("layouts")
 @FAR
 def test_longflow_reaches_slots_beyond_2_to_the_31(batch, heads, length, twins, device):
     """Offsets of the last row, head or slot do not fit into 32 bits."""
@@ -145,6 +149,7 @@ def test_longflow_reaches_slots_beyond_2_to_the_31(batch, heads, length, twins, 
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
+@pytest.mark.property("layouts")
 @FAR
 @pytest.mark.parametrize("budget", [3, 9], ids=["compressed", "whole"])
 def test_longflow_reaches_prompts_beyond_2_to_the_31(budget, batch, heads, length, twins, device):

@@ -117,7 +117,10 @@ def test_longflow_state_over_pages_keeps_step_with_float64(side, layout, data, t
 @pytest.mark.slow_on_cpu
 @pytest.mark.kind("equivalence")
 @each_side
-@each_layout
+@pytest.mark.parametrize("layout", [
+    pytest.param(layout, id=name_of(layout), marks=pytest.mark.property("state") if number in (0, 4) else ())
+    for number, layout in enumerate(OWN_LAYOUTS)
+])
 def test_longflow_state_over_many_pages_keeps_step_with_float64(side, layout, twins, device):
     """Several pages of each size, several tiles in a page, and new tokens in any of them."""
     trace = StateTrace(

@@ -151,7 +151,9 @@ class TokenList(RuleBasedStateMachine):
                 assert not just_written, "the newest token is about to be overwritten"
 
 
-@pytest.mark.parametrize("name", ("reference", "optimized"))
+@pytest.mark.parametrize("name", (
+    "reference", pytest.param("optimized", marks=pytest.mark.property("state", slots="fixed"))
+))
 def test_longflow_state_is_a_list_of_tokens(name, twins, device):
     machine = type("Machine", (TokenList,), {"side": getattr(twins, name), "device": device})
     examples = settings().max_examples

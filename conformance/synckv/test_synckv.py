@@ -48,6 +48,7 @@ def lockstep(
     )
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize(
     ("clusters", "options", "steps"),
     [
@@ -69,6 +70,7 @@ def test_clusters_keep_step_with_float64(clusters, options, steps, twins, device
     both.step(*tokens(20, device))
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("offload", [False, True])
 def test_clusters_of_one_head_keep_step(offload, twins, device):
     both = lockstep(twins, device, HeadClusters((0, 1), (0, 1)), sizes=LITTLE, k=2, stride=1, offload=offload)
@@ -76,6 +78,7 @@ def test_clusters_of_one_head_keep_step(offload, twins, device):
         both.step(*tokens(step, device, **LITTLE))
 
 
+@pytest.mark.property("state")
 def test_a_stream_without_a_prompt_keeps_step(twins, device):
     """The first steps attend to the newest tokens only. Low precision, and groups of three heads with different
     weights."""
@@ -89,6 +92,7 @@ def test_a_stream_without_a_prompt_keeps_step(twins, device):
     both.step(*tokens(9, device, dtype=torch.bfloat16, **sizes))
 
 
+@pytest.mark.property("state")
 def test_parts_of_several_programs_are_put_together(twins, device):
     """More tokens than one program in the interpreter processes, and logits so different that the maxima of the parts
     differ."""
@@ -141,6 +145,7 @@ class Shown:
         return [[token for token in tokens[0, 0].tolist() if token >= 0] for tokens in found]
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_sets_are_seen_from_the_step_after_they_were_chosen(side, twins, device):
     """Stride 3: tokens 6, 7 and 8 are appended, and the representative chooses at token 8. The new set is used from
@@ -159,6 +164,7 @@ def test_sets_are_seen_from_the_step_after_they_were_chosen(side, twins, device)
     assert shown.step([]) == [0, 1, 2, 4, 12]
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_phase_moves_anticipations_that_many_steps_earlier(side, twins, device):
     """With stride 3 and phase 1, steps 2 and 5 choose. The same holds after a reset."""
@@ -175,6 +181,7 @@ def test_phase_moves_anticipations_that_many_steps_earlier(side, twins, device):
         shown.state.reset()
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_eq_6_as_printed_may_choose_static_tokens_again(side, twins, device):
     shown = Shown(getattr(twins, side).synckv, device, k=4, stride=1, exclude_static=False)
@@ -186,6 +193,7 @@ def test_eq_6_as_printed_may_choose_static_tokens_again(side, twins, device):
     assert shown.step([]) == [1, 2, 3, 4, 9]
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_a_stride_of_one_leaves_the_own_token_alone(side, twins, device):
     shown = Shown(getattr(twins, side).synckv, device, k=1, stride=1, rho=0.0)
@@ -195,6 +203,7 @@ def test_a_stride_of_one_leaves_the_own_token_alone(side, twins, device):
     assert shown.step([2]) == [3, 4]
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_with_k_of_all_tokens_all_are_chosen(side, twins, device):
     """This holds even if the static set has fewer tokens than its share, as after a prompt of two tokens: the dynamic
@@ -208,6 +217,7 @@ def test_with_k_of_all_tokens_all_are_chosen(side, twins, device):
     assert shown.sets == [[0, 1], [0, 1, 2, 3, 5]]
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_a_stream_sees_its_newest_tokens_until_it_first_chooses(side, twins, device):
     shown = Shown(getattr(twins, side).synckv, device, k=1, stride=3)
@@ -281,6 +291,7 @@ def test_graph_replays_beyond_max_tokens_store_nothing(twins, device):
     assert bool(output.isfinite().all())
 
 
+@pytest.mark.property("state")
 @pytest.mark.kind("laws")
 @SIDES
 def test_chosen_sets_are_static_tokens_and_others(side, twins, device):

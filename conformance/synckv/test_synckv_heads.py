@@ -39,6 +39,7 @@ def padded(chosen, size: int, *, front: bool = False) -> list[int]:
     return none + sorted(chosen, reverse=True) if front else sorted(chosen) + none
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 def test_overlap_of_every_two_small_sets(side, twins, device):
     """The result is bitwise equal to the quotient of two counts, rounded once."""
@@ -50,6 +51,7 @@ def test_overlap_of_every_two_small_sets(side, twins, device):
     assert found.tolist() == [len(one & other) / min(len(one), len(other)) for one, other in pairs]
 
 
+@pytest.mark.property("accuracy")
 @given(sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)), seed=st.integers(0, 2**31 - 1))
 @few
 def test_overlap_of_large_sets(sizes, seed, twins, device):
@@ -89,6 +91,7 @@ def assert_similar(found, exact, steps: int) -> None:
         assert all(abs(Fraction(a) - b) <= slack * b for a, b in zip(row, truth, strict=True)), (row, truth)
 
 
+@pytest.mark.property("accuracy")
 @given(
     steps=st.integers(1, 3), heads=st.integers(1, 3), tokens=st.integers(1, 40), k=st.integers(1, 44),
     masked=st.booleans(), levels=st.sampled_from((2, 9, 1000)), seed=st.integers(0, 2**31 - 1),
@@ -113,6 +116,7 @@ def test_similarity_is_the_mean_overlap(steps, heads, tokens, k, masked, levels,
         assert_similar(found, exact, steps)
 
 
+@pytest.mark.property("accuracy")
 @SIDES
 def test_similarity_of_given_weights(side, twins, device):
     """Heads 0 and 1 share one of two tokens at the first step and both at the second. -inf ranks last, NaN like -inf.
@@ -170,6 +174,7 @@ def symmetric(heads: int, seed: int) -> torch.Tensor:
     return ((made + made.T) / 2).fill_diagonal_(1)
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @pytest.mark.parametrize("heads", [1, 2, 5, 8])
 def test_clusters_are_those_of_exact_arithmetic(side, heads, twins, device):
@@ -181,6 +186,7 @@ def test_clusters_are_those_of_exact_arithmetic(side, heads, twins, device):
             assert (found.labels, found.representatives) == exact_clusters(similarity, clusters), (clusters, seed)
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_clusters_of_every_two_blocks(side, twins, device):
     """Five heads in two groups, in all 15 ways. Heads are similar within a group, one head of each group the most, and
@@ -203,6 +209,7 @@ def test_clusters_of_every_two_blocks(side, twins, device):
         assert list(found.representatives) == expected
 
 
+@pytest.mark.property("ties")
 @SIDES
 @pytest.mark.parametrize("clusters", [1, 2, 3, 4])
 def test_heads_that_are_all_alike_still_make_clusters(side, clusters, twins, device):

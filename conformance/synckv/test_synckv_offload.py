@@ -4,7 +4,8 @@ Results are bitwise equal to those of the same state without offload, which othe
 done at once, or, in these tests, as late as possible. On a GPU, some tests delay the stream, and some replay steps from
 a CUDA graph of one step, or of a number of steps that is not a multiple of the stride. Without a GPU, steps are
 launched as a graph would contain them: the device, not the host, decides whether tokens are transferred. These tests
-use the internals of our own state. So they do not test `offload` of another implementation, except for the first one.
+use the internals of our own state. So they do not test `offload` of another implementation, except for those that judge
+a property.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def test_offloaded_results_equal_resident_results(form, device, expected):
         assert_same(played(state, device), expected)
 
 
-@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("replayed", [pytest.param(False, marks=pytest.mark.property("state")), True])
 @pytest.mark.parametrize("exclude", [True, False])
 def test_an_offloaded_state_keeps_step_with_float64(exclude, replayed, twins, device):
     config = SyncKVConfig(**OPTIONS, phase=int(replayed), offload=True, exclude_static=exclude)
@@ -202,12 +203,13 @@ def test_what_cannot_be_captured(device):
     assert (state.tokens_seen, state.host_bytes()) == (0, 0)
 
 
+@pytest.mark.property("state")
 @pytest.mark.claim("SK-7")
-def test_a_token_that_left_comes_back(device):
+def test_a_token_that_left_comes_back(twins, device):
     """A token returns to the pool after another token used its place, and some tokens are chosen before they are in the
     bank. The value of token i is e_i, and the query of the other head is zero. So its output shows the tokens that it
     attends to: the one chosen at the previous step, and its own."""
-    state = SyncKVState(
+    state = twins.optimized.synckv.SyncKVState(
         SyncKVConfig(1, 0.0, 1, 1, max_tokens=10, offload=True), HeadClusters((0, 0), (0,)), batch=1, query_heads=2,
         key_value_heads=2, head_dim=16, dtype=torch.float32, device=device,
     )

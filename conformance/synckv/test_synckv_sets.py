@@ -68,6 +68,7 @@ def test_anticipation_is_what_float64_would_choose(case, twins):
     judge.assert_anticipation_right(twins.optimized.synckv.anticipate(**case.step_inputs), case)
 
 
+@pytest.mark.property("layouts")
 @given(case=sets_cases(layout=(MIXED,), content=("ordinary",), slots=(12, 20)))
 @settings(max_examples=2)
 def test_sets_of_arguments_with_different_strides(case, twins):
@@ -77,6 +78,7 @@ def test_sets_of_arguments_with_different_strides(case, twins):
     judge.assert_anticipation_right(twins.optimized.synckv.anticipate(**case.step_inputs), case)
 
 
+@pytest.mark.property("decisions")
 @pytest.mark.parametrize("seed", range(2))
 def test_sets_of_groups_whose_heads_weigh_differently(seed, twins, device):
     """Logits with a standard deviation of 4 over several tiles, so that the heads of a group have different
@@ -96,6 +98,7 @@ def test_sets_of_the_reference_in_float32_are_right_too(case, twins):
     judge.assert_anticipation_right(twins.reference.synckv.anticipate(**single(case.step_inputs)), case)
 
 
+@pytest.mark.property("layouts")
 @pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 2), (2, 1)])
 def test_sets_of_keys_beyond_two_to_the_31_elements(batch, heads, twins, device):
     """The last slot, head or row."""
@@ -108,6 +111,7 @@ def test_sets_of_keys_beyond_two_to_the_31_elements(batch, heads, twins, device)
 # Exact results -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_every_order_of_three_tokens(side, twins, device):
     """All rankings with k = 2. The best token is static, the second one dynamic. An anticipation with that static set
@@ -121,6 +125,7 @@ def test_every_order_of_three_tokens(side, twins, device):
     assert again[:, 0].tolist() == [[*sorted(rank[1:]), -1] for rank in ranks]
 
 
+@pytest.mark.property("ties")
 @SIDES
 def test_equal_tokens_go_by_the_lowest_index(side, twins, device):
     """70 equal tokens: more than one program or tile processes."""
@@ -131,6 +136,7 @@ def test_equal_tokens_go_by_the_lowest_index(side, twins, device):
     assert chosen[0, 0].tolist() == [*range(37), 41, 42]
 
 
+@pytest.mark.property("free_slots")
 @SIDES
 def test_sets_end_with_minus_one_where_tokens_are_few(side, twins, device):
     """With no token, one token, and three of five. The static part is filled first. Free slots hold NaN."""
@@ -146,6 +152,7 @@ def test_sets_end_with_minus_one_where_tokens_are_few(side, twins, device):
     ]
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @pytest.mark.parametrize(("rho", "static", "dynamic"), [(0.0, [], [0, 2]), (1.0, [0, 2], [])])
 def test_one_of_the_sets_may_be_empty(side, rho, static, dynamic, twins, device):
@@ -155,6 +162,7 @@ def test_one_of_the_sets_may_be_empty(side, rho, static, dynamic, twins, device)
     assert of(twins, side).anticipate(**inputs, static=found.static, k_dynamic=0).shape == (1, 1, 0)
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_a_group_chooses_by_its_largest_weight(side, twins, device):
     """The largest weight, not the largest logit: the second head's logits are all larger, but its weight is spread over
@@ -168,6 +176,7 @@ def test_a_group_chooses_by_its_largest_weight(side, twins, device):
     assert sets(initial(twins, side, **inputs, k=2, rho=0.5)) == [[[0]], [[1]]]
 
 
+@pytest.mark.property("extreme_numbers")
 @SIDES
 def test_weights_that_vanish_are_still_ranked(side, twins, device):
     """64 logits over a range of 200: half of the weights are 0 in float32."""
@@ -178,6 +187,7 @@ def test_weights_that_vanish_are_still_ranked(side, twins, device):
     assert set(found.static.flatten().tolist() + found.dynamic.flatten().tolist()) == expected
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_eq_6_as_printed_chooses_static_tokens_again(side, twins, device):
     inputs = aimed([[5.0, 4.0, 3.0, 2.0]], device)
@@ -215,6 +225,7 @@ def test_the_first_set_is_the_split_of_the_k_best(side, twins, device):
 # Budgets -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.property("decisions")
 @SIDES
 def test_budgets_are_exact(side, twins):
     """For every rho of two decimals, against integers: ceil(hundredths k / 100), and the rest."""
@@ -225,6 +236,7 @@ def test_budgets_are_exact(side, twins):
             assert split(k, hundredths / 100) == (static, k - static), (k, hundredths)
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @pytest.mark.parametrize(("k", "rho", "static"), [
     (10, 0.9, 9), (10, 0.1, 1), (3, 0, 0), (3, 1, 3), (7, 1e-20, 1), (10**9, 1e-9, 1), (10**9 + 1, 1e-9, 2),

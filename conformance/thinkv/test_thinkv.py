@@ -92,6 +92,7 @@ class Model:
         segment.size = min(segment.size, self.config.retention[min(segment.level, len(self.config.retention)) - 1])
 
 
+@pytest.mark.property("state")
 @pytest.mark.claim("TK-9b")
 @SIDES
 @given(
@@ -149,6 +150,7 @@ def check(state, rows):
         assert row.live <= max(state.config.budget, floors + current)
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("formats", ["nvfp4 nvfp4 ternary", "fp8 int4 int2"])
 def test_thinkv_state_keeps_step_at_once_with_all_thoughts(formats, twins, device):
@@ -176,6 +178,7 @@ def test_thinkv_state_keeps_step_at_once_with_all_thoughts(formats, twins, devic
     assert_same(both.tested.levels[0], both.tested.levels[1], what="levels of two copies of a row")
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_thinkv_state_thoughts_come_from_the_sparsity(side, twins, device):
     """If a row attends to one token, all others are below the threshold. If it attends to all equally, none is."""
@@ -215,6 +218,7 @@ def test_thinkv_state_takes_in_no_more_than_there_is_room_for(twins, device):
         assert torch.equal(after[name], before[name]) if torch.is_tensor(after[name]) else after[name] == before[name]
 
 
+@pytest.mark.property("ties", slots="fixed")
 def test_thinkv_state_shrinks_in_the_order_of_positions(twins, device):
     """The oldest tokens with equal keys are kept, whatever their slots. Here one is in a reused slot."""
     state = new_state(twins.optimized.thinkv, device, budget=4)
@@ -227,6 +231,7 @@ def test_thinkv_state_shrinks_in_the_order_of_positions(twins, device):
     assert sorted(state.positions[0][state.segments[0] == 1].tolist()) == [4, 5]
 
 
+@pytest.mark.property("decisions")
 def test_thinkv_state_clusters_by_the_keys_of_all_heads(twins, device):
     """All keys of two KV heads are equal, so the keys of the third one decide, as in float64."""
     sizes = {**SIZES, "query_heads": 3, "key_value_heads": 3}
@@ -246,6 +251,7 @@ def test_thinkv_state_clusters_by_the_keys_of_all_heads(twins, device):
     assert states[0].positions[0].sort().values[-4:].tolist() != [0, 2, 5, 8], "kept if all keys were equal"
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_thinkv_state_evicts_whole_thoughts(side, twins, device):
     """With a minimum of 0, the second transition evicts every earlier segment and frees its blocks. The first
@@ -282,6 +288,7 @@ def test_thinkv_state_takes_less_memory_with_every_transition(side, twins, devic
     assert state.cache.bytes_allocated() < full
 
 
+@pytest.mark.property("state")
 def test_thinkv_state_evicts_as_the_function_does_with_several_tiles_of_channels(twins, device):
     """Both read the keys in one order. With keys this large, another order of the sums would choose other tokens."""
     config = {

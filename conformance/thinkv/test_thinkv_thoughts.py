@@ -37,6 +37,7 @@ def test_sparsity_is_what_float64_says(case, twins):
     judge.assert_sparsity_right(twins.optimized.thinkv.attention_sparsity(**case.inputs), case)
 
 
+@pytest.mark.property("layouts")
 @pytest.mark.parametrize("slots", [45, 300])
 def test_sparsity_of_arguments_with_different_strides(slots, twins, device):
     """Several rows, KV heads and tiles, with weights on both sides of the threshold."""
@@ -49,6 +50,7 @@ def test_sparsity_of_arguments_with_different_strides(slots, twins, device):
     judge.assert_sparsity_right(actual, case)
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize(("content", "threshold"), [("rising", 0.04), ("early", 0.3)])
 def test_sparsity_of_rising_logits_in_several_splits(content, threshold, twins, device):
     """All weights of one head are equal. Those of the other rise from slot to slot, or are equal in the first 64 slots

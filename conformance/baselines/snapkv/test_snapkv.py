@@ -30,6 +30,7 @@ def test_snapkv_scores_as_float64_would(case, shared_heads, twins):
     judge.assert_score_right(actual, case, shared_heads=shared_heads)
 
 
+@pytest.mark.property("accuracy")
 @pytest.mark.parametrize("occupancy", ("none", "random"))
 @pytest.mark.parametrize("tokens", (20, 300))
 def test_snapkv_scores_a_long_prompt_with_padding_in_its_window(tokens, occupancy, twins, device):
@@ -43,6 +44,7 @@ def test_snapkv_scores_a_long_prompt_with_padding_in_its_window(tokens, occupanc
         judge.assert_score_right(actual, case, shared_heads=shared_heads)
 
 
+@pytest.mark.property("layouts")
 @pytest.mark.parametrize("occupancy", ("none", "random"))
 def test_snapkv_scores_by_a_window_of_three_tiles(occupancy, twins, device):
     """The window's queries are processed 16 at a time. No two tensors have a stride in common."""
@@ -90,6 +92,7 @@ def test_snapkv_is_bitwise_repeatable(case, twins):
         assert_same(other, one, what="launched again")
 
 
+@pytest.mark.property("decisions")
 def test_snapkv_keeps_tokens_that_the_window_attends_to(twins, device):
     """The prefix token that every window query attends to is kept. All other prefix keys are orthogonal to the
     queries."""

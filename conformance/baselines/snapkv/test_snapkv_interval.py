@@ -33,6 +33,7 @@ def tokens(count, generator, device, batch=2):
             for heads in (2 * HEADS, HEADS, HEADS)]
 
 
+@pytest.mark.property("state", slots="fixed")
 @SIDES
 @given(budget=st.integers(1, 6), interval=st.integers(2, 5), block=st.integers(1, 5), seed=st.integers(0, 2**31))
 @example(budget=2, interval=3, block=4, seed=0)  # one head evicts while the other has one token too few
@@ -84,6 +85,7 @@ def test_an_interval_of_one_is_the_default(side, twins, device):
     assert_same(several.positions[..., :4], plain.positions[..., :4], what="positions")
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("options", [
     {"budget": 139, "interval": 7, "block_size": 50, "window": 9, "kernel_size": 5, "prompt": 147},
     {"budget": 3, "interval": 140, "block_size": 70, "window": 2, "kernel_size": 3, "prompt": 139},
@@ -99,6 +101,7 @@ def test_many_slots(options, twins, device):
     assert summary.decisive >= 1
 
 
+@pytest.mark.property("state")
 def test_the_pool_follows_tokens_that_have_moved(twins, device):
     """Each compression moves tokens to other slots. The next one pools their scores in the order of arrival."""
     trace = StateTrace(

@@ -54,6 +54,7 @@ def test_snapkv_state_compresses_a_prompt_as_compress_does(count, budget, window
     assert_same(held, kept, what="tokens held")
 
 
+@pytest.mark.property("accuracy")
 @given(
     count=st.integers(2, 12), block=st.integers(1, 12), window=st.integers(1, 6),
     kernel_size=st.sampled_from((3, 1, 5)), seed=st.integers(0, 2**31),
@@ -75,6 +76,7 @@ def test_snapkv_state_remembers_the_window_across_blocks(count, block, window, k
     assert_within(state.score[..., :count], truth, judge.score_bound(case, shared_heads=False), what="score")
 
 
+@pytest.mark.property("state")
 def test_snapkv_state_reorders_the_window_with_its_row(twins, device):
     """After a reorder, the queries of a row's own window decide about its tokens. One row's window has padding."""
     generator = torch.Generator().manual_seed(12)
@@ -92,6 +94,7 @@ def test_snapkv_state_reorders_the_window_with_its_row(twins, device):
         both.step(*(tensor[:, :, step] for tensor in (query, key, value)))
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("budget", [43, 44])
 def test_snapkv_state_counts_every_query_of_a_large_window(budget, twins, device):
     """A window of 40 queries, which kernels look at in several pieces, over a prompt of three blocks."""
@@ -103,6 +106,7 @@ def test_snapkv_state_counts_every_query_of_a_large_window(budget, twins, device
     lockstep.run(trace, twins.optimized.baselines.snapkv)
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize("content", ["ordinary", "duplicates"])
 @pytest.mark.parametrize(("budget", "interval", "window", "kernel_size", "prompt_length"), [
     (5, 1, 2, 3, 30), (20, 3, 9, 5, 150), (4, 1, 4, 1, 12), (12, 2, 3, 7, 70),
@@ -128,6 +132,7 @@ def test_snapkv_state_keeps_step_where_scores_decide(trace, twins):
     lockstep.run(trace, twins.optimized.baselines.snapkv)
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_snapkv_state_pools_along_positions_and_not_slots(side, twins, device):
     """The queries attend to token 3, which is in the last slot. The next token is in the first slot, but adjacent by
@@ -149,6 +154,7 @@ def test_snapkv_state_pools_along_positions_and_not_slots(side, twins, device):
     assert all({2, 3, 4} <= set(tokens) for tokens in held[5:])
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_snapkv_state_counts_padding_as_a_place_in_the_window(side, twins, device):
     """The window is the last `window` positions of the text. Padding in it does not observe, and its slots are free for

@@ -33,6 +33,7 @@ def test_vatp_ranks_by_attention_times_size(trace, twins):
     lockstep.run(sized(trace), twins.optimized.baselines.vatp)
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize(
     ("prompt", "steps", "budget"), [(0, 14, 6), (14, 0, 6), (80, 5, 70)], ids=["steps", "blocks", "chunks"]
 )
@@ -46,6 +47,7 @@ def test_vatp_evicts_by_size_over_many_steps(prompt, steps, budget, twins, devic
     lockstep.run(sized(trace), twins.optimized.baselines.vatp)
 
 
+@pytest.mark.property("state")
 def test_vatp_sizes_go_with_their_rows(twins, device):
     """Rows with different value norms are reordered. After that, each row evicts by its own norms."""
     generator = torch.Generator().manual_seed(11)
@@ -68,6 +70,7 @@ def test_vatp_of_tiny_values(trace, twins):
     lockstep.run(trace, twins.optimized.baselines.vatp)
 
 
+@pytest.mark.property("ties", slots="fixed")
 @SIDES
 def test_vatp_evicts_values_of_zero_by_slot(side, twins, device):
     """All of them rank 0, whatever attention they receive, so the lowest slot except that of the first token is
@@ -84,6 +87,7 @@ def test_vatp_evicts_values_of_zero_by_slot(side, twins, device):
     assert held[3:] == [[0, 1, 2, 3], [0, 4, 2, 3], [0, 5, 2, 3], [0, 6, 2, 3], [0, 7, 2, 3]]
 
 
+@pytest.mark.property("decisions", slots="fixed")
 @SIDES
 def test_vatp_keeps_the_large_value_and_the_first_token(side, twins, device):
     """With equal keys, older tokens have larger sums, and only value norms differ. Token 0 has a zero value and is
@@ -96,6 +100,7 @@ def test_vatp_keeps_the_large_value_and_the_first_token(side, twins, device):
     assert state.positions[0, 0, :3].tolist() == [0, 5, 7]
 
 
+@pytest.mark.property("decisions", slots="fixed")
 @SIDES
 def test_vatp_of_one_slot_keeps_the_first_token(side, twins, device):
     state = new(getattr(twins, side).baselines.vatp, device, budget=1, block=2, recent=None)
@@ -117,6 +122,7 @@ def test_vatp_score_is_the_sum_of_weights_alone(recent, twins, device):
     assert torch.equal(one.score, other.score)
 
 
+@pytest.mark.property("decisions")
 @SIDES
 @pytest.mark.parametrize("how", ("steps", "block"))
 @pytest.mark.parametrize("sinks", [0, 1, 3])
@@ -139,6 +145,7 @@ def test_vatp_keeps_the_first_tokens_although_their_values_are_zero(side, how, s
     assert sorted(state.positions[0, 0, :6].tolist()) == [*range(sinks), *range(4, 9 - sinks), 11]
 
 
+@pytest.mark.property("state")
 @pytest.mark.parametrize(("prompt", "steps"), [(0, 21), (21, 3)], ids=["steps", "blocks"])
 def test_vatp_evicts_by_size_at_intervals(prompt, steps, twins, device):
     """Value norms move with the tokens that an eviction moves, several at once, and decide at the next one."""

@@ -34,7 +34,7 @@ from ..fields import field
 from ..oracle import Attention, oracle
 from ..subjects import EXTREME, TIED, Fp8Subject, Subject, aspects
 from ..ties import tie_classes
-from ..variants import variant
+from ..variants import ONE, variant
 from . import snapkv
 
 CASES = (DecodeCase, Fp8Case, PagedDecodeCase, PagedFp8Case)
@@ -50,6 +50,7 @@ GROUPINGS = ({"per_head": True},)
 VARIANTS = (
     variant("per-head-with-sinks", {"per_head": True, "sinks": 2, "protect_newest": True}, reorder_at=2, reset_at=-1),
     variant("per-head-in-pages", {"per_head": True}, pages=4, long=False),
+    variant("pages-of-several-tiles", **ONE, pages=64, budget=150, prompt=159, steps=3),
     variant("pages-with-sinks", {"sinks": 1, "protect_newest": False}, pages=3, padding="random"),
     variant("fewer-tokens-than-sinks", {"sinks": 5}, budget=9, prompt=4, steps=10, long=False),
     variant("rows-with-fewer-tokens-than-sinks", {"sinks": 3, "window": 3}, budget=7, prompt=16, steps=9, batch=3),

@@ -25,7 +25,7 @@ from ..fields import field
 from ..oracle import Attention, upcast_all
 from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties
-from ..variants import BLOCKS, INTERVALS, variant
+from ..variants import BLOCKS, INTERVALS, ONE, variant
 from . import blocks, h2o
 from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
@@ -44,7 +44,11 @@ SCORES_WHEN_DUE = True
 
 VARIANTS = (
     *BLOCKS, *INTERVALS,
-    variant("wide-window-and-pool", {"window": 5, "kernel_size": 7}, budget=12, prompt=26, padding="random"),
+    # The prompt's last block has fewer tokens than the window.
+    variant("wide-window-and-pool", {"window": 5, "kernel_size": 11, "block_size": 8}, budget=12, prompt=27,
+            padding="random"),
+    variant("large-blocks", {"block_size": 149, "window": 140, "kernel_size": 7}, **ONE, budget=200, prompt=300,
+            steps=1),
     variant("window-beyond-the-budget", {"window": 9, "kernel_size": 1, "interval": 2}, steps=9),
 )
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from ....reference.thinkv.eviction import segment_representatives
 from ....reference.thinkv.paging import in_order
 from ...cases import draws
+from ...cases.layouts import MIXED
 from .. import host, lockstep
 from ..compare import Verdict, assert_same, fail
-from ..variants import ONE, variant
+from ..variants import LONG_PROMPT, LONG_PROMPT_PADDINGS, ONE, variant
 from . import thinkv_paging
 from .thinkv_eviction import assert_representatives_right
 
@@ -67,10 +68,22 @@ VARIANTS = (
         {**dict(zip(("tau", "group", "block", "retention"), shape, strict=True)),
          "formats": dict(zip("RET", formats.split(), strict=True)), "sparsity_of": ("heads", "mean")[number % 2]},
         budget=2 * shape[0], prompt=4 * shape[0] + 3, steps=shape[0] + 3, key_value_heads=1 + number % 3,
-        padding=("random", "stairs")[number % 2], long=number > 0, **more,
+        padding=("random", "stairs")[number % 2], poison="stale", long=number > 0, **more,
     ) for number, (shape, formats, more) in enumerate(SHAPES)),
     variant("segments-end-within-a-group", {"tau": 6, "group": 4, "block": 2, "retention": (4, 2)}, prompt=0, steps=20,
             padding="none", budget=12),
+    variant("groups-of-three", {"tau": 10, "group": 3, "block": 2, "retention": (5, 2)}, batch=3, padding="random",
+            layout=MIXED, key_value_heads=2, head_dim=20, prompt=53, steps=3, budget=20),
+    variant("groups-of-few-tokens-come-back", {"tau": 6, "group": 4, "block": 2, "retention": (2, 0)}, prompt=27,
+            steps=14, key_value_heads=1, padding="random", budget=10),
+    variant("segments-that-lose-none-at-first", {"tau": 4, "group": 2, "block": 2, "retention": (6, 4)}, prompt=23,
+            padding="random", budget=8),
+    variant("sizes-of-the-paper", {"tau": 128, "group": 16, "block": 8, "retention": (64, 32, 16, 8, 4)},
+            layout="transposed", key_value_heads=1, group=1, head_dim=128, prompt=300, steps=2, budget=160),
+    *(variant(f"long-prompt-with-padding-{padding}", {"tau": 128, "group": 16, "block": 8, "retention": (64, 8)},
+              **LONG_PROMPT, padding=padding, budget=300, served=True) for padding in LONG_PROMPT_PADDINGS),
+    variant("many-short-segments", {"tau": 1, "group": 1, "block": 2, "retention": (1, 0)}, **ONE | {
+        "padding": "random"}, prompt=33, steps=1),
     variant("three-heads-in-many-chunks", {"tau": 16, "group": 8, "block": 2, "retention": (8, 4)},
             **ONE | {"key_value_heads": 3}, prompt=96, steps=3, budget=96),
 )
@@ -196,6 +209,21 @@ class Adapter(lockstep.Adapter):
     def prefill(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         self.prompt = prompt["key"].shape[2]
         return super().prefill(tested, reference, prompt)
+
+    def after_prompt(self, tested: Any, reference: Any, prompt: dict[str, Tensor]) -> Verdict | None:
+        """The tables of the cache, and what they say of each block."""
+        cache: Any = getattr(tested, "cache", None)
+        expected = reference.cache
+        if not hasattr(cache, "block_table"):
+            return None
+        for name in thinkv_paging.TABLES:
+            found = getattr(cache, name).to(prompt["key"].device)
+            assert_same(found, getattr(expected, name), what=f"cache.{name} after the prompt")
+        for row in range(reference.sizes.batch):
+            if list(cache.block_table(row)) != list(expected.block_table(row)):
+                fail(f"cache.block_table({row}) after the prompt: expected {expected.block_table(row)}, got "
+                     f"{cache.block_table(row)}")
+        return None
 
     def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
         return self.bound, None
