@@ -427,8 +427,8 @@ class StateTrace(Case):
         return {**made, "occupied": self.tensors["prompt_occupied"]}
 
     def before_reset(self, layer: int) -> dict[str, Tensor | None]:
-        """The prompt of the sequence before, see `after_reset`: the prompt twice, with keys and values of both signs, not
-        far from the ends of their type, so that the difference of two is beyond it."""
+        """The prompt of the sequence before, see `after_reset`: the prompt twice, with keys and values of both signs,
+        so near the ends of their type that the difference of two is beyond it."""
         given = self.prompt_of(layer)
         assert given is not None
         largest = 0.6 * torch.finfo(self.dtype).max

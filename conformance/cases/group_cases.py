@@ -27,8 +27,8 @@ from .strategies import DTYPES, PLAIN_DTYPES, _counts, _layouts, contents_of, de
 ORDINARY = ("ordinary", "sizes", "shifted")
 #: Groups with numbers half-way between two codes.
 TIED = ("halves",)
-#: Constant groups, groups of one number, numbers at the ends of the type, NaN and infinity, and groups whose minimum
-#: float16 can store, but not always their scale.
+#: Constant groups, groups of one number, numbers at the ends of the type, NaN and infinity, and groups of which
+#: float16 can store the minimum and the scale, one of them, or none.
 EXTREME = ("constant", "single", "subnormal", "largest", "special", "wide")
 PM_KVQ_EXTREME = tuple(content for content in EXTREME if content not in ("single", "wide"))
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first", "far")
@@ -78,10 +78,9 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype
         one = (0.5 + 0.5 * size) * between(-1, 1).sign()
         return most * torch.where(kind < 1, one, torch.where(kind < 2, size - 0.5, 2 * size - 1))
     if content == "wide":
-        # Some ranges are `levels` times the largest float16 number or more.
-        half = torch.finfo(torch.float16).max
-        x = (half * levels * between(0.5, 2) * between(0, 1, shape)).scatter(-1, first, 0.0)
-        return x - half * between(0, 1)
+        # Scales, and minima, of up to twice the largest float16 number.
+        end = torch.finfo(torch.float16).max
+        return (end * levels * between(0, 2) * between(0, 1, shape)).scatter(-1, first, 0.0) - end * between(0, 2)
     if content == "special":
         other = torch.tensor([torch.nan, torch.inf, -torch.inf, most, -most, -0.0], dtype=torch.float64, device=device)
         chosen = other[between(0, len(other), shape).long()]
