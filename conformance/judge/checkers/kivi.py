@@ -100,8 +100,8 @@ EDGES = (
     _fragments("a-residual-of-several-tiles", (4, 4), 16, 144, 64, 1, max_tokens=165, prompt=142, steps=3),
     _fragments("the-largest-values", (4, 4), 16, 32, 64, 2, dtype=torch.float16, content="largest_values", prompt=20,
                steps=1),
-    _fragments("after-a-reset", (4, 4), 32, 32, 128, 1, batch=2, padding="stairs", after_reset=True, max_tokens=352,
-               prompt=170, steps=1),
+    _fragments("after-a-reset", (4, 4), 32, 32, 128, 1, batch=2, padding="stairs", after_reset=True, prompt=170,
+               steps=1),
 )
 VARIANTS = (
     *EXTREMES, *EDGES,
