@@ -340,7 +340,8 @@ LAYER_FACTORS = (1.0, 0.125, 0.5, 0.0)
 class StateTrace(Case):
     """A run of a method's State: a prompt of `prompt` tokens (0: none), then `steps` decode steps.
 
-    reorder_at, reset_at: the steps before which the state is reordered by `order`, or reset; -1: never. turns: pairs
+    reorder_at, reset_at: the steps before which the state is reordered by `order`, or reset; -1: never. after_reset:
+    before the prompt, the state takes a longer one with numbers near the ends of their type, and is reset. turns: pairs
     (step, n): the tokens of the n steps from `step` on come as one block, by `append_block`. pages: slots of a page, if
     the state's tokens lie in pages (`paged_states.in_strided_pages`); 0: in tensors of its own.
 
@@ -362,6 +363,7 @@ class StateTrace(Case):
     steps: int = 1
     reorder_at: int = -1
     reset_at: int = -1
+    after_reset: bool = False
     turns: tuple[tuple[int, int], ...] = ()
     pages: int = 0
     layers: int = 1
@@ -436,6 +438,17 @@ class StateTrace(Case):
             return None
         made = {name: self.tensors[f"{_of_layer(layer)}prompt_{name}"] for name in ("query", "key", "value")}
         return {**made, "occupied": self.tensors["prompt_occupied"]}
+
+    def before_reset(self, layer: int) -> dict[str, Tensor | None]:
+        """The prompt of the sequence before, see `after_reset`: the prompt twice, with keys and values of both signs,
+        so near the ends of their type that the difference of two is beyond it."""
+        given = self.prompt_of(layer)
+        assert given is not None
+        largest = 0.6 * torch.finfo(self.dtype).max
+        return {
+            name: one if one is None else torch.cat(2 * [largest * one.sign() if name in ("key", "value") else one], -2)
+            if one.dim() > 2 else torch.cat([one, one], -1) for name, one in given.items()
+        }
 
     def step_inputs(self, step: int, layer: int = 0) -> dict[str, Tensor]:
         """Keyword arguments of State.step: query [B, Hq, D], key and value [B, Hkv, D]."""

@@ -7,6 +7,7 @@ to the case's dtype. The rounded numbers are the inputs, so this rounding is not
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ CONTENTS = (
 )
 OCCUPANCIES = ("full", "random", "left_padding", "one_free", "one_token", "empty_row")
 PROTECTIONS = ("none", "newest", "random", "all_but_one", "all")
+#: Multiples of the golden ratio, modulo 1, are spread over all of it.
+GOLDEN = (math.sqrt(5) - 1) / 2
 #: Contents of unoccupied slots.
 POISONS = ("zero", "nan", "inf", "largest", "stale")
 
@@ -81,6 +84,18 @@ def fill(
         value = value * torch.exp2(power.float())
     elif content == "all_zero_values":
         value = torch.zeros_like(value)
+    elif content == "largest_values":
+        # All are the largest float16 number. The weights of all tokens but the first lie just above the middle of two
+        # float16 numbers: rounded up, they add up to so much that the mean is beyond float16, if it is not bounded.
+        value = torch.full_like(value, torch.finfo(torch.float16).max)
+        query, key = torch.zeros_like(query), torch.zeros_like(key)
+        wanted = torch.tensor(math.log((1 + 2.0**-11 + 2.0**-13) / 2) / scale, dtype=torch.float64)
+        query[..., :2], key[:, :, 1:, 0] = 1, wanted.half()
+        key[:, :, 1:, 1] = wanted - wanted.half()
+    elif content == "outliers":
+        query, key, value = _with_outliers(query, key, value, group)
+    elif content in STEPS:
+        query, key, value = _between_two(query, key, value, group, STEPS[content], generator)
     elif content == "zero_values":
         value[:, :, _some(generator, slots, 1 + slots // 4)] = 0
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -95,10 +110,62 @@ AIMS = {
     "all_below_104": (-140.0, -104.5),
 }
 
+#: Contents whose numbers are one of two in each head, and the codes above 0 that stand for the greater one.
+STEPS = {"steps_of_2_bits": 3, "steps_of_4_bits": 15}
+
 
 def _some(generator: torch.Generator, slots: int, count: int) -> Tensor:
     """`count` different slots."""
     return torch.randperm(slots, generator=generator, device=generator.device)[:count]
+
+
+def _with_outliers(query: Tensor, key: Tensor, value: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """2^15 in a channel of a key, or of a value, in two of three heads, at another place of each: as in real models, a
+    few numbers are thousands of times as large as the others. In the first half of the tokens.
+
+    The query is smaller by 2^-13 in a channel with such a key, so that logits are ordinary.
+    """
+    batch, heads, slots, head_dim = key.shape
+    query, key, value = query.clone(), key.clone(), value.clone()
+    for number, (row, head) in enumerate(itertools.product(range(batch), range(heads))):
+        token = (slots // 2 - 1) * number // max(1, batch * heads - 1)
+        channel = int(head_dim * (number * GOLDEN % 1))
+        kind = (row + head) % 3
+        if kind == 1:
+            key[row, head, token, channel] = 2.0**15
+            query[row, head * group:(head + 1) * group, :, channel] *= 2.0**-13
+        elif kind == 2:
+            value[row, head, token, channel] = -(2.0**15)
+    return query, key, value
+
+
+def _between_two(
+    query: Tensor, key: Tensor, value: Tensor, group: int, levels: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads whose keys, or values, are one of two numbers that are `levels` steps of 2^11 apart: 0 and a positive one,
+    two positive ones, a negative one and a small one, so that the step rounds up to 2^11 in bfloat16. In others, the
+    channels of a value are one negative number with an exponent of -117. The first head is ordinary.
+
+    Times 2^117, which moves a code from the lowest bits of a bfloat16 to 1, a step of 2^11 overflows; numbers near
+    2^-117 are subnormal before they are moved. The query is smaller by as much as keys are larger.
+    """
+    batch, heads, slots, head_dim = key.shape
+    step = 2.0**11
+    ulp = 2.0**(int(math.log2(levels)) - 7) * step                              # of bfloat16, at the greater number
+    pairs = ((0.0, levels * step), (2 * step, (levels + 2) * step), (ulp - levels * step, 0.75 * ulp))
+    query, key, value = query.clone(), key.clone(), value.clone()
+    for number, (row, head) in enumerate(itertools.product(range(batch), range(heads))):
+        kind = (number + row) % (2 * len(pairs) + 2)
+        chosen, of_keys = divmod(kind - 1, 2)
+        if kind == 2 * len(pairs) + 1:
+            value[row, head] = -(1.25 + value[row, head, :, :1].abs() / 8) * 2.0**-117
+        elif kind:
+            low, high = pairs[chosen]
+            one = torch.rand(slots, head_dim, generator=generator, device=key.device) < 0.5
+            (key if of_keys else value)[row, head] = torch.where(one, high, low)
+            if of_keys:
+                query[row, head * group:(head + 1) * group] /= levels * step
+    return query, key, value
 
 
 def _copies(key: Tensor, value: Tensor, generator: torch.Generator, *, exact: bool) -> tuple[Tensor, Tensor]:

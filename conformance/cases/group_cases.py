@@ -27,9 +27,10 @@ from .strategies import DTYPES, PLAIN_DTYPES, _counts, _layouts, contents_of, de
 ORDINARY = ("ordinary", "sizes", "shifted")
 #: Groups with numbers half-way between two codes.
 TIED = ("halves",)
-#: Constant groups, groups of one number, numbers at the ends of the type, NaN and infinity.
-EXTREME = ("constant", "single", "subnormal", "largest", "special")
-PM_KVQ_EXTREME = tuple(content for content in EXTREME if content != "single")
+#: Constant groups, groups of one number, numbers at the ends of the type, NaN and infinity, and groups of which
+#: float16 can store the minimum and the scale, one of them, or none.
+EXTREME = ("constant", "single", "subnormal", "largest", "special", "wide")
+PM_KVQ_EXTREME = tuple(content for content in EXTREME if content not in ("single", "wide"))
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first", "far")
 #: Scales and minima have x's dtype, or another one.
 STORED = ("", "", "float32", "float16", "bfloat16")
@@ -76,6 +77,10 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype
         kind, size = between(0, 3), between(0, 1, shape)
         one = (0.5 + 0.5 * size) * between(-1, 1).sign()
         return most * torch.where(kind < 1, one, torch.where(kind < 2, size - 0.5, 2 * size - 1))
+    if content == "wide":
+        # Scales, and minima, of up to twice the largest float16 number.
+        end = torch.finfo(torch.float16).max
+        return (end * levels * between(0, 2) * between(0, 1, shape)).scatter(-1, first, 0.0) - end * between(0, 2)
     if content == "special":
         other = torch.tensor([torch.nan, torch.inf, -torch.inf, most, -most, -0.0], dtype=torch.float64, device=device)
         chosen = other[between(0, len(other), shape).long()]
@@ -319,12 +324,13 @@ def _cases(
     least, most = tokens or (1, 5 if axis == -1 else 4 * size)
     names = {str(one).removeprefix("torch.") for one in dtypes}
     kinds = [one for one in STORED if not one or one in names]
+    stored = ["float16"] if chosen == "wide" and "float16" in names else kinds
     leasts = (0.0, 0.0, 1e-5, 0.01) if issubclass(made, PMKVQCase) else (0.0,)
     return made(
         **sizes, dtype=dtype, content=chosen, layout=draw(_layouts(dtype, layout)),
         seed=draw(st.integers(0, 2**31 - 1)), bits=bits, axis=axis, size=size,
         tokens=draw(_counts(sizes, most, least=least)),
-        stored=draw(st.sampled_from(kinds)), output=draw(st.sampled_from(kinds)),
+        stored=draw(st.sampled_from(stored)), output=draw(st.sampled_from(kinds)),
         least_scale=draw(st.sampled_from(supported.values("least_scale", leasts))),
     )
 

@@ -297,6 +297,13 @@ class Layers:
                 with self._layer(earlier):
                     self.layers[earlier].compare(f"after the prompt of layer {number}")
 
+    def take_and_reset(self, prompts: list[dict[str, Tensor]]) -> None:
+        """Feed the states under test a prompt that is not judged, since it may overflow, and reset them."""
+        for layer, prompt in zip(self.layers, prompts, strict=True):
+            more = checkers.extras(layer.tested, prompt["query"], prompt["key"], prompt["value"])
+            layer.tested.prefill(**prompt, **more)
+        self.reset()
+
     def step(self, tokens: list[dict[str, Tensor]]) -> None:
         """Feed each layer one token."""
         for number, token in enumerate(tokens):
@@ -353,6 +360,8 @@ def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = No
     )
     here = host.copied if on_host else lambda value: value
     layers, turns, step = range(trace.layers), dict(trace.turns), 0
+    if trace.after_reset:
+        both.take_and_reset([here(trace.before_reset(layer)) for layer in layers])
     if trace.prompt:
         both.prefill([here(trace.prompt_of(layer)) for layer in layers])
     while step < trace.steps:

@@ -91,9 +91,13 @@ GENERIC = (
     variant("float16", dtype=torch.float16),
     variant("bfloat16-in-wide-heads", dtype=torch.bfloat16, head_dim=64, key_value_heads=1),
     variant("equal-tokens", content="duplicates"),
+<<<<<<< HEAD
     variant("zero-values-beside-free-slots", content="zero_values", budget=18),
     *(variant(f"long-prompt-with-padding-{padding}", **LONG_PROMPT, padding=padding, budget=40, served=True)
       for padding in LONG_PROMPT_PADDINGS),
+=======
+    variant("after-a-reset", after_reset=True),
+>>>>>>> w-kivi
 )
 
 
@@ -149,7 +153,7 @@ def trace_of(found: discovery.Pair, one: Variant, seed: int, device: torch.devic
     if trace.get("pages"):
         trace["pages"] = _size("page_sizes", trace["pages"])
     trace |= _lengths(trace)
-    options = _options(found, one, trace["prompt"] + trace["steps"])
+    options = _options(found, one, _tokens(trace))
     return StateTrace(
         **trace, method=found.name, config=tuple(options.items()), seed=seed, device=str(device),
     )
@@ -171,9 +175,14 @@ def _lengths(trace: dict[str, Any]) -> dict[str, int]:
     """A prompt of the declared lengths."""
     can, prompt = capabilities.current(), trace["prompt"]
     unit = can.slots_multiple_of
-    if can.max_slots is not None and prompt + trace["steps"] > can.max_slots:
-        raise _lacking(f"{prompt + trace['steps']} tokens (not declared: max_slots)")
+    if can.max_slots is not None and _tokens(trace) > can.max_slots:
+        raise _lacking(f"{_tokens(trace)} tokens (not declared: max_slots)")
     return {"prompt": -(-prompt // unit) * unit}
+
+
+def _tokens(trace: dict[str, Any]) -> int:
+    """The most tokens that the state holds; before a reset, it holds the prompt twice."""
+    return int(trace["prompt"] + max(trace["steps"], trace["prompt"] if trace.get("after_reset") else 0))
 
 
 def _options(found: discovery.Pair, one: Variant, tokens: int) -> dict[str, Any]:

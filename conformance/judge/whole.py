@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from .. import capabilities
 from ..cases.case import StateTrace
@@ -61,8 +62,10 @@ def _compare(both: lockstep.Lockstep, state: Any, when: str) -> None:
     if both.summary.undecided:
         return
     if both.conventions.slot_order == "any":
-        held = [one.positions.sort(-1).values for one in (state, both.tested)]
-        assert_same(*held, what=f"positions {when}, ascending")
+        held = [one.positions.sort(-1).values for one in (state, both.tested)]  # of free slots -1: these come first
+        most = max(one.shape[-1] for one in held)
+        padded = [functional.pad(one, (most - one.shape[-1], 0), value=-1) for one in held]
+        assert_same(*padded, what=f"positions {when}, ascending")
         return
     for name in ("positions", "occupied"):
         assert_same(getattr(state, name), getattr(both.tested, name), what=f"{name} {when}")

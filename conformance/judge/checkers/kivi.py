@@ -6,7 +6,7 @@ it. No decision depends on rounding: what is quantized follows from the number o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ....reference.baselines.kivi import dequantize, quantize
 from ...cases import tiny
 from ...cases.group_cases import EXTREME, KIVICase, KIVICodesCase, kivi_cases
-from ..variants import ONE, variant
+from ..variants import ONE, Variant, variant
 from . import quantized, quantizers
 from .quantized import max_kept as max_kept
 
@@ -61,15 +61,53 @@ def replay(case: Any, module: Any) -> Iterator[str]:
 FRAGMENTS = (
     (2, 2, 32, 32, 128, 4, torch.bfloat16, 170), (4, 4, 32, 32, 128, 8, torch.bfloat16, 97),
     (2, 4, 16, 16, 64, 2, torch.bfloat16, 150), (4, 2, 16, 16, 128, 5, torch.float16, 85),
-    (2, 2, 128, 128, 128, 1, torch.float16, 300), (4, 4, 128, 128, 128, 2, torch.bfloat16, 270),
+    (2, 2, 128, 128, 128, 1, torch.float16, 300), (4, 4, 128, 128, 128, 2, torch.float16, 270),
+)
+
+
+def _fragments(
+    name: str, bits: Sequence[int], group: int, residual: int, head_dim: int, heads: int, **more: Any
+) -> Variant:
+    """A variant in bfloat16 of one row and one head unless `more` says otherwise. heads: per KV head."""
+    options = {"key_bits": bits[0], "value_bits": bits[1], "group": group, "residual": residual}
+    if "max_tokens" in more:
+        options["max_tokens"] = more.pop("max_tokens")
+    return variant(name, options, **ONE | {"dtype": torch.bfloat16, "head_dim": head_dim, "group": heads, **more})
+
+
+THREE: dict[str, Any] = {"key_value_heads": 3, "content": "outliers"}
+#: Large and small scales and minima, which a kernel may compute in another way.
+EXTREMES = (
+    _fragments("outliers-of-2-bits", (2, 2), 16, 16, 128, 2, **THREE, batch=2, prompt=60, steps=2, reorder_at=1),
+    _fragments("outliers-of-4-bits", (4, 4), 32, 32, 128, 8, **THREE, prompt=154, steps=1),
+    _fragments("outliers-in-steps", (4, 4), 8, 16, 64, 1, **THREE, prompt=15, steps=20),
+    _fragments("outliers-in-groups-of-128", (4, 4), 128, 128, 128, 1, **THREE, prompt=140, steps=1),
+    *(_fragments(f"steps-of-2-to-the-11-in-{bits}-bits", (bits, bits), 16, 16, 128, 1, content=f"steps_of_{bits}_bits",
+                 key_value_heads=8, prompt=45, steps=1) for bits in (2, 4)),
+)
+#: Tiles that are full, or lack a token; groups of half a word of keys, and of one of the two words of values that lie
+#: together; rooms that neither groups nor tiles divide.
+EDGES = (
+    _fragments("the-end-of-a-tile-of-2-bits", (2, 2), 16, 16, 128, 1, dtype=torch.float16, content="identical",
+               prompt=142, steps=4),
+    _fragments("the-end-of-a-tile-of-4-bits", (4, 4), 8, 8, 64, 1, dtype=torch.float16, content="identical", prompt=70,
+               steps=4),
+    _fragments("logits-of-several-tiles", (4, 4), 16, 16, 64, 2, dtype=torch.float16, content="overflow_88",
+               key_value_heads=4, prompt=220, steps=2),
+    _fragments("few-tokens-of-2-bits", (2, 2), 16, 16, 128, 8, dtype=torch.float16, prompt=40, steps=2),
+    _fragments("values-in-groups-of-a-word", (4, 4), 8, 8, 128, 2, prompt=40, steps=2),
+    _fragments("keys-in-groups-of-half-a-word", (2, 4), 8, 8, 64, 2, prompt=40, steps=2),
+    _fragments("a-residual-of-several-tiles", (4, 4), 16, 144, 64, 1, max_tokens=165, prompt=142, steps=3),
+    _fragments("the-largest-values", (4, 4), 16, 32, 64, 2, dtype=torch.float16, content="largest_values", prompt=20,
+               steps=1),
+    _fragments("after-a-reset", (4, 4), 32, 32, 128, 1, batch=2, padding="stairs", after_reset=True, prompt=170,
+               steps=1),
 )
 VARIANTS = (
-    *(variant(
-        f"fragments-of-{key_bits}-and-{value_bits}-bits-in-groups-of-{group}",
-        {"key_bits": key_bits, "value_bits": value_bits, "group": group, "residual": residual}, **ONE | {
-            "head_dim": head_dim, "group": heads, "dtype": dtype, "prompt": prompt, "steps": 2,
-        }, long=prompt > 200,
-    ) for key_bits, value_bits, group, residual, head_dim, heads, dtype, prompt in FRAGMENTS),
+    *EXTREMES, *EDGES,
+    *(_fragments(f"fragments-of-{bits[0]}-and-{bits[1]}-bits-in-groups-of-{group}", bits, group, residual, head_dim,
+                 heads, dtype=dtype, prompt=prompt, steps=2, long=prompt > 200)
+      for *bits, group, residual, head_dim, heads, dtype, prompt in FRAGMENTS),
     variant("two-bits", {"key_bits": 2, "value_bits": 2, "group": 16, "residual": 16}, prompt=30),
     variant("two-and-four-bits", {"key_bits": 2, "value_bits": 4, "group": 8, "residual": 8}, padding="random"),
     variant("groups-of-one", {"group": 1, "residual": 3}, steps=9, padding="random"),
