@@ -39,15 +39,16 @@ def _by_method(rows: Sequence[Row]) -> str:
 
     table = [
         [share.method, str(share.judged), str(share.found), share.shown(), *(str(share.statuses[one]) for one in (
-            results.UNFIT, results.RIGHT, results.NOT_COVERED, results.BROKEN, results.OUTSIDE,
+            results.CRASHED, results.UNFIT, results.RIGHT, results.NOT_COVERED, results.BROKEN, results.OUTSIDE,
         ))]
         for share in results.shares(rows)
     ]
-    columns = ["method", "judged", "called wrong", "share (95 % interval)", "wrong, but does not fit", "called right",
-               "not covered", "broken", "outside"]
+    columns = ["method", "judged", "found", "share (95 % interval)", "crashed", "wrong, but does not fit",
+               "called right", "not covered", "broken", "outside"]
     return (
         "## By method\n\nThe interval is the exact one of a binomial share (Clopper and Pearson): what such mutants in "
-        "general would give. *Broken*: the run ended without a verdict. *Outside*: no verdict calls what the mutant "
+        "general would give. *Found*: called wrong, or *crashed*: the run ended as a user's would. *Broken*: the run "
+        "ended without a verdict for another reason. *Outside*: no verdict calls what the mutant "
         f"changes; it is not judged.\n\n{markdown_table(columns, table)}"
     )
 
