@@ -53,6 +53,8 @@ def fill(
             batch, key_value_heads, slots, 1, generator=generator, device=generator.device
         )
         key = wanted / (scale * lead.square().sum(-1, keepdim=True)) * lead + 0.01 * key
+        if content == "one_alone":
+            key[:, :, [min(1, slots - 1), 3 * slots // 4]] = 0
     elif content == "dominant":
         key[:, :, _some(generator, slots, 1)] = (60 / scale / query[:, ::group, :1].square().sum(-1, keepdim=True)
                                                 * query[:, ::group, :1])
@@ -89,10 +91,11 @@ def fill(
     return Tokens(query, key, value)
 
 
-#: Contents with logits in a given range.
+#: Contents with logits in a given range. "one_alone": but for two keys of zeros. So the first of these has a weight of
+#: exactly 1 until the second one comes, then both have 1/2, in any arithmetic: the exponentials of all others vanish.
 AIMS = {
     "overflow_88": (-120.0, 120.0), "extreme_1e4": (-1e4, 1e4), "many_87": (86.5, 87.5),
-    "all_below_104": (-140.0, -104.5),
+    "all_below_104": (-140.0, -104.5), "one_alone": (-400.0, -200.0),
 }
 
 
