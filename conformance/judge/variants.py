@@ -33,6 +33,10 @@ BUSY: dict[str, Any] = {
 BUDGET = 6
 #: One row and one head, whose prompt is whole.
 ONE: dict[str, Any] = {"batch": 1, "key_value_heads": 1, "group": 1, "padding": "none", "reorder_at": -1}
+#: Tokens with equal scores, three at a time, of which some are to be evicted.
+CLASSES: dict[str, Any] = {
+    "batch": 1, "group": 1, "padding": "none", "reorder_at": -1, "content": "classes", "prompt": 44,
+}
 #: A trace that decided too little is run again with other numbers, at most so many times.
 MOST_SEEDS = 5
 
@@ -90,12 +94,14 @@ BLOCKS = (
     variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3),
     variant("one-block", {"block_size": 32}),
     variant("budget-of-1", budget=1, steps=4),
+    variant("equal-scores", {"block_size": 10}, **CLASSES, budget=13, steps=3),
     variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
 )
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
     variant("interval", {"interval": 3, "block_size": 5}, steps=11),
     variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),), long=False),
+    variant("equal-scores-at-intervals", {"interval": 4, "block_size": 9}, **CLASSES, budget=16, steps=9),
     variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
 )
 
