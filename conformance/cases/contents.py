@@ -72,6 +72,8 @@ def fill(
         query = torch.where(channel == head_dim - 1, 1.0, -200 / (16 * scale) * unseen).expand(query.shape)
     elif content == "equal_keys":
         key = key[:, :, :1].expand(key.shape)
+    elif content == "two_keys":
+        key = key[:, :, torch.arange(slots, device=key.device) % 2 * (slots > 1)]
     elif content == "identical":
         key, value = key[:, :, :1].expand(key.shape), value[:, :, :1].expand(value.shape)
     elif content == "odd_keys":

@@ -95,7 +95,8 @@ BLOCKS = (
     variant("one-block", {"block_size": 32}),
     variant("budget-of-1", budget=1, steps=4),
     variant("equal-scores", {"block_size": 10}, **CLASSES, budget=13, steps=3),
-    variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
+    variant("equal-keys-in-several-tiles", {"block_size": 3}, **ONE | {"group": 6}, content="two_keys", budget=36,
+            prompt=45, steps=4),
 )
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
