@@ -29,8 +29,8 @@ PARTS = {
 
 
 def cases(subject: Subject, data: Any) -> Iterator[Case]:
-    """A case of each size that the implementation declares, with ordinary contents in turn. On a GPU, all have the dtype
-    and the dimensions of one."""
+    """A case of each size that the implementation declares, with ordinary contents in turn. On a GPU, all have the
+    dtype and the dimensions of one."""
     assert subject.sized is not None
     contents = subject.aspects["accuracy"].get("content", ())
     first: Case | None = None
