@@ -25,7 +25,7 @@ from ...cases.strategies import WINDOW_LAYOUTS, window_cases
 from .. import bounds, lockstep, recorded
 from ..bounds import Interval
 from ..budgets import assert_budgets_right
-from ..compare import Verdict, assert_dtype, assert_kept_right, assert_within, fail
+from ..compare import Verdict, assert_dtype, assert_kept_right, assert_same, assert_within, fail
 from ..fields import field
 from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties
@@ -48,6 +48,8 @@ GROUPINGS = ({"kernel_size": 1}, {"kernel_size": 7})
 VARIANTS = (
     *(variant(f"layers-{layers}", {"window": 3, "kernel_size": 5, "tau2": tau}, layers=layers, budget=9, prompt=24)
       for layers, tau in ((2, 1.0), (3, 0.02))),
+    variant("prompts-in-other-rows-and-again", {"window": 3}, layers=3, budget=9, prompt=24, padding="stairs",
+            twice=True, reorder_at=-1, steps=2),
     variant("pool-at-the-window", {"window": 3, "kernel_size": 7, "gamma": 0.0}, budget=14, prompt=12, steps=16,
             long=False),
     variant("pool-at-a-full-window", {"window": 4, "kernel_size": 5}, budget=12, prompt=14, padding="random", steps=9),
@@ -206,6 +208,9 @@ class Adapter(lockstep.Adapter):
             assert found is not None
             ends.append(found.log_preference(tau1=config.tau1, tau2=config.tau2, whole_batch=config.whole_batch))
         allowed = Interval(*(torch.stack(each, 1) for each in zip(*ends, strict=True)))
+        for name in ("log_preferences", "budgets"):
+            later, expected = (getattr(side.cascade, name)[:, count:] for side in (self.tested, self.reference))
+            assert_same(later.to(expected.device), expected, what=f"{name} of later layers after layer {count - 1}")
         reported = cascade.log_preferences[:, :count].to(truth.device)
         assert_dtype(reported, torch.float64, what="log_preferences")
         assert_inside(reported, allowed, what=f"log_preferences after layer {count - 1}")
@@ -229,6 +234,16 @@ class Adapter(lockstep.Adapter):
         scores = Interval(*(end.gather(-1, place) for end in found.score))
         names = self.prompt_tie.gather(-1, place)
         keep_slots(self._judged(keep, scores, names, what="tokens kept of the prompt"))
+
+    def reorder(self, index: Tensor) -> None:
+        if self.found is not None and self.prompt_tie is not None:
+            found, self.prompt_tie = self.found, self.prompt_tie.index_select(0, index)
+            score, dispersion, shift = (
+                Interval(*(end.index_select(0, index) for end in interval))
+                for interval in (found.score, found.dispersion, found.shift)
+            )
+            exact = type(found.exact)(*(part.index_select(0, index) for part in found.exact))
+            self.found = Observed(score, dispersion, shift, exact)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
