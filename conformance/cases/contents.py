@@ -82,6 +82,16 @@ def fill(
         factor = torch.tensor([1.0, 0.0, 1.0, 2.0**-half, 1.0, 2.0**half], device=key.device)
         order = torch.randperm(slots, generator=generator, device=generator.device)
         key = key * factor[order % len(factor), None]
+    elif content == "long_keys":
+        # Of four tokens, the first is so long that squares in float32 overflow, the last so short that they vanish.
+        half = 10.0 if dtype == torch.float16 else 83.0
+        factor = torch.tensor([2.0**half, 1.0, 1.0, 2.0**-half], device=key.device)
+        key = key * factor[torch.arange(slots, device=key.device) % len(factor), None]
+    elif content == "narrow_values":
+        # In every second channel, all numbers are 1000 but for a few units in the last place.
+        few = torch.randint(4, value.shape, generator=generator, device=value.device)
+        narrow = torch.arange(head_dim, device=key.device) % 2 == 0
+        value = torch.where(narrow, 1000 * (1 + few * torch.finfo(dtype).eps), value)
     elif content == "rows_of_sizes":
         half = 10.0 if dtype == torch.float16 else 100.0
         row = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
