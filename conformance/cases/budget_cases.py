@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from . import supported
+from . import draws, supported
 from .case import Case
 from .strategies import _layouts, contents_of, default_device
 
@@ -61,7 +61,7 @@ def layer_budgets_cases(
     draw: st.DrawFn, *, content: tuple[str, ...] = (*ORDINARY, *EXTREME), layout: tuple[str, ...] = LAYOUTS,
 ) -> LayerBudgetsCase:
     """One to eight layers, whose shares often exceed the prefix."""
-    layers = draw(st.integers(2, 8) | st.just(1))
+    layers = draw(st.integers(2, 8) if draws.plain_only() else st.integers(2, 8) | st.just(1))
     return LayerBudgetsCase(
         batch=draw(st.integers(1, supported.rows(8))), layers=layers, total=draw(st.integers(layers, 100)),
         content=draw(contents_of(content)), layout=draw(_layouts(torch.float64, layout)),

@@ -96,7 +96,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status", "properties"), [
     ("unchanged", RIGHT, ()), ("no-change", RIGHT, ()), ("highest", WRONG, ("decisions",)),
-    ("fits", WRONG, ("decisions",)), ("aborts", BROKEN, ()), ("loops", BROKEN, ()), ("no-module", BROKEN, ()),
+    ("fits", WRONG, ("decisions",)), ("aborts", CRASHED, ()), ("loops", BROKEN, ()), ("no-module", BROKEN, ()),
     ("never-imported", OUTSIDE, ()),
 ])
 def test_verdicts(name, status, properties, rows):
