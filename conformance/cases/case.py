@@ -349,6 +349,9 @@ class StateTrace(Case):
     the prompt's occupancy ("none": no mask). Tensors: prompt_query [B, Hq, T, D], prompt_key, prompt_value
     [B, Hkv, T, D], prompt_occupied [B, T]; query [B, Hq, n, D], key, value [B, Hkv, n, D] of n = steps tokens.
 
+    twice: the layers get the prompt twice. The first time, all rows are reordered by `order` when the first layer has
+    it. Then the states are reset, but not what they share.
+
     layers: of a method whose layers decide together, how many run (lockstep.Layers). The tensors of layer l from 1 on,
     which all have the same padding, have the names "l.prompt_query" and so on. Their queries are smaller than those of
     layer 0, by LAYER_FACTORS, so that layers differ in how sharply they attend.
@@ -367,6 +370,7 @@ class StateTrace(Case):
     turns: tuple[tuple[int, int], ...] = ()
     pages: int = 0
     layers: int = 1
+    twice: bool = False
 
     @property
     def order(self) -> Tensor:

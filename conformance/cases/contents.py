@@ -55,12 +55,28 @@ def fill(
         wanted = low + (high - low) * torch.rand(
             batch, key_value_heads, slots, 1, generator=generator, device=generator.device
         )
+        if content == "first_unseen":
+            wanted[:, :, :slots // 3] = -40.0
         key = wanted / (scale * lead.square().sum(-1, keepdim=True)) * lead + 0.01 * key
+        if content == "one_alone":
+            key[:, :, [min(1, slots - 1), 3 * slots // 4]] = 0
     elif content == "dominant":
         key[:, :, _some(generator, slots, 1)] = (60 / scale / query[:, ::group, :1].square().sum(-1, keepdim=True)
                                                 * query[:, ::group, :1])
+    elif content == "classes":
+        count = min(CLASSES, head_dim - 1) - 1
+        channel, token = (torch.arange(size, device=key.device) for size in (head_dim, slots))
+        key = 16.0 * (channel == _class_of(slots, count, key.device)[:, None])
+        key[token % 6 == 3, -1] = -2.0**-22 / scale
+        key = key.expand(value.shape)
+        other = torch.randint(1, count, query.shape[:3], generator=generator, device=key.device)
+        other = 1 + (_class_of(queries, count, key.device) - 1 + other)[..., None] % count
+        unseen = (channel > 0) & (channel != other) & (channel <= count)
+        query = torch.where(channel == head_dim - 1, 1.0, -200 / (16 * scale) * unseen).expand(query.shape)
     elif content == "equal_keys":
         key = key[:, :, :1].expand(key.shape)
+    elif content == "two_keys":
+        key = key[:, :, torch.arange(slots, device=key.device) % 2 * (slots > 1)]
     elif content == "identical":
         key, value = key[:, :, :1].expand(key.shape), value[:, :, :1].expand(value.shape)
     elif content == "odd_keys":
@@ -69,6 +85,16 @@ def fill(
         factor = torch.tensor([1.0, 0.0, 1.0, 2.0**-half, 1.0, 2.0**half], device=key.device)
         order = torch.randperm(slots, generator=generator, device=generator.device)
         key = key * factor[order % len(factor), None]
+    elif content == "long_keys":
+        # Of four tokens, the first is so long that squares in float32 overflow, the last so short that they vanish.
+        half = 10.0 if dtype == torch.float16 else 83.0
+        factor = torch.tensor([2.0**half, 1.0, 1.0, 2.0**-half], device=key.device)
+        key = key * factor[torch.arange(slots, device=key.device) % len(factor), None]
+    elif content == "narrow_values":
+        # In every second channel, all numbers are 1000 but for a few units in the last place.
+        few = torch.randint(4, value.shape, generator=generator, device=value.device)
+        narrow = torch.arange(head_dim, device=key.device) % 2 == 0
+        value = torch.where(narrow, 1000 * (1 + few * torch.finfo(dtype).eps), value)
     elif content == "rows_of_sizes":
         half = 10.0 if dtype == torch.float16 else 100.0
         row = torch.arange(batch, device=key.device).view(-1, 1, 1, 1)
@@ -104,14 +130,29 @@ def fill(
     return Tokens(query, key, value)
 
 
-#: Contents with logits in a given range.
+#: The classes of tokens of the content "classes": first three tokens of class 0, then three of the next one, and so on.
+#: Those of a class have equal keys. A query gives the tokens of class 0 and of another one, which is not its own, a
+#: logit of exactly 0, and weights that vanish to all others. So three tokens at a time have equal scores in any
+#: arithmetic, many of them 0. Of every second three, the first token has a logit, and so a score, that is lower by one
+#: unit in the last place of a float32 of 1.
+CLASSES = 6
+#: Contents with logits in a given range. "one_alone": but for two keys of zeros. So the first of these has a weight of
+#: exactly 1 until the second one comes, then both have 1/2, in any arithmetic: the exponentials of all others vanish.
+#: "first_unseen": the first third has much lower logits, so that a method would evict all its first tokens.
 AIMS = {
     "overflow_88": (-120.0, 120.0), "extreme_1e4": (-1e4, 1e4), "many_87": (86.5, 87.5),
-    "all_below_104": (-140.0, -104.5),
+    "all_below_104": (-140.0, -104.5), "one_alone": (-400.0, -200.0),
+    "first_unseen": (-1.0, 1.0),
 }
 
 #: Contents whose numbers are one of two in each head, and the codes above 0 that stand for the greater one.
 STEPS = {"steps_of_2_bits": 3, "steps_of_4_bits": 15}
+
+
+def _class_of(tokens: int, count: int, device: torch.device) -> Tensor:
+    """The classes of tokens, 0 and others up to `count`, [tokens]."""
+    number = torch.arange(tokens, device=device) // 3
+    return torch.where(number > 0, 1 + (number - 1) % count, 0)
 
 
 def _some(generator: torch.Generator, slots: int, count: int) -> Tensor:

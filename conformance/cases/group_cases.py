@@ -84,7 +84,11 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype
     if content == "special":
         other = torch.tensor([torch.nan, torch.inf, -torch.inf, most, -most, -0.0], dtype=torch.float64, device=device)
         chosen = other[between(0, len(other), shape).long()]
-        return torch.where(between(0, 1) * between(0, 1, shape) > 0.6, chosen, x)
+        several = torch.where(between(0, 1) * between(0, 1, shape) > 0.6, chosen, x)
+        # Every second group has one such number alone, in each place in turn.
+        number = torch.arange(first.numel(), device=device).view(of_group) + int(first.sum())
+        place = number // 2 % shape[-1]
+        return torch.where(number % 2 == 0, x.scatter(-1, place, chosen.gather(-1, place)), several)
     return x
 
 

@@ -19,8 +19,9 @@ from .strategies import DTYPES, PLAIN_DTYPES, TRIPLES, _common, _counts, _layout
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")
 KEYS, EXTREME_KEYS = ("ordinary", "positive", "negative"), ("largest", "subnormal", "special")
 SCORED, EXTREME_SCORED = ("ordinary", "positive"), ("large", "tiny", "zero_query")
-#: Scores: few different ones, and equal ones, with zeros of both signs; NaN and infinity among them.
-RANKED, TIED, EXTREME_RANKED = ("ordinary",), ("few", "equal"), ("special",)
+#: Scores: each higher, or lower, than the one before; few different ones, and equal ones, with zeros of both signs; NaN
+#: and infinity among them.
+RANKED, TIED, EXTREME_RANKED = ("ordinary", "rising", "falling"), ("few", "equal"), ("special",)
 PAGE_SIZES = (4, 1, 2, 3, 16, 32)
 
 
@@ -40,6 +41,8 @@ def fill(content: str, generator: torch.Generator, shape: tuple[int, ...], dtype
         x = limits.tiny**0.5 * x
     elif content in ("few", "equal"):
         x = (2 * x).round() / 2 if content == "few" else x[..., :1].expand(shape)
+    elif content in ("rising", "falling"):
+        x = x.sort(dim=-1, descending=content == "falling").values
     elif content == "special":
         other = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0], dtype=torch.float64, device=device)
         chosen = other[torch.randint(len(other), shape, generator=generator, device=device)]

@@ -288,11 +288,15 @@ class Layers:
         """The counts of all layers."""
         return Summary(*(sum(counts) for counts in zip(*(astuple(one.summary) for one in self.layers), strict=True)))
 
-    def prefill(self, prompts: list[dict[str, Tensor]]) -> None:
-        """Feed each layer its prompt."""
+    def prefill(self, prompts: list[dict[str, Tensor]], order: Tensor | None = None) -> None:
+        """Feed each layer its prompt. order: reorder all rows by it, once the first layer has its prompt."""
         for number, prompt in enumerate(prompts):
             with self._layer(number):
+                if number and order is not None:
+                    prompt = {name: one if one is None else one.index_select(0, order) for name, one in prompt.items()}
                 self.layers[number].prefill(**prompt)
+            if not number and order is not None:
+                self.reorder(order)
             for earlier in range(number):
                 with self._layer(earlier):
                     self.layers[earlier].compare(f"after the prompt of layer {number}")
@@ -310,8 +314,9 @@ class Layers:
             with self._layer(number):
                 self.layers[number].step(**token)
 
-    def reset(self) -> None:
-        for each in (*self.shared, *self.layers):
+    def reset(self, *, shared: bool = True) -> None:
+        """Reset the states, and what they share unless `shared` is False."""
+        for each in (*(self.shared if shared else ()), *self.layers):
             each.reset()
 
     def reorder(self, index: Tensor) -> None:
@@ -363,7 +368,11 @@ def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = No
     if trace.after_reset:
         both.take_and_reset([here(trace.before_reset(layer)) for layer in layers])
     if trace.prompt:
-        both.prefill([here(trace.prompt_of(layer)) for layer in layers])
+        prompts = [here(trace.prompt_of(layer)) for layer in layers]
+        if trace.twice:
+            both.prefill(prompts, here(trace.order))
+            both.reset(shared=False)
+        both.prefill(prompts)
     while step < trace.steps:
         if step == trace.reset_at:
             both.reset()

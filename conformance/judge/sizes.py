@@ -22,12 +22,17 @@ SIZES = (
 #: Query heads per KV head, in turns on a CPU.
 GROUPS = (1, 2, 3)
 #: What a case has besides slots or tokens, as a function of their number. Of others it has what is drawn.
-PARTS = {"budget": lambda size: size // 2, "observers": lambda size: min(size, 8), "queries": lambda size: min(size, 3)}
+PARTS = {
+    "budget": lambda size: size // 2, "observers": lambda size: min(size, 8), "queries": lambda size: min(size, 3),
+    "keep": lambda size: (size - 1, 3, size // 2, size + 2)[size // 3 % 4],
+}
 
 
 def cases(subject: Subject, data: Any) -> Iterator[Case]:
-    """A case of each size that the implementation declares. On a GPU, all have the dtype and the dimensions of one."""
+    """A case of each size that the implementation declares, with ordinary contents in turn. On a GPU, all have the
+    dtype and the dimensions of one."""
     assert subject.sized is not None
+    contents = subject.aspects["accuracy"].get("content", ())
     first: Case | None = None
     for number, size in enumerate(_declared()):
         with draws.usual_shape():
@@ -40,6 +45,7 @@ def cases(subject: Subject, data: Any) -> Iterator[Case]:
             changes |= {"dtype": _dtype(number)} if case.dtype in DTYPES else {}
         else:
             changes |= {name: getattr(first, name) for name in ("head_dim", "group", "dtype")}
+        changes |= {"content": contents[number % len(contents)]} if contents else {}
         names = {one.name for one in dataclasses.fields(case)}
         changes |= {name: part(size) for name, part in PARTS.items() if name in names}
         if "last_page" in names and capabilities.current().slots_multiple_of == 1:

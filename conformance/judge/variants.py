@@ -33,6 +33,10 @@ BUSY: dict[str, Any] = {
 BUDGET = 6
 #: One row and one head, whose prompt is whole.
 ONE: dict[str, Any] = {"batch": 1, "key_value_heads": 1, "group": 1, "padding": "none", "reorder_at": -1}
+#: Tokens with equal scores, three at a time, of which some are to be evicted.
+CLASSES: dict[str, Any] = {
+    "batch": 1, "group": 1, "padding": "none", "reorder_at": -1, "content": "classes", "prompt": 44,
+}
 #: A trace that decided too little is run again with other numbers, at most so many times.
 MOST_SEEDS = 5
 
@@ -91,13 +95,10 @@ GENERIC = (
     variant("float16", dtype=torch.float16),
     variant("bfloat16-in-wide-heads", dtype=torch.bfloat16, head_dim=64, key_value_heads=1),
     variant("equal-tokens", content="duplicates"),
-<<<<<<< HEAD
     variant("zero-values-beside-free-slots", content="zero_values", budget=18),
     *(variant(f"long-prompt-with-padding-{padding}", **LONG_PROMPT, padding=padding, budget=40, served=True)
       for padding in LONG_PROMPT_PADDINGS),
-=======
     variant("after-a-reset", after_reset=True),
->>>>>>> w-kivi
 )
 
 
@@ -108,18 +109,21 @@ BLOCKS = (
     variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3, padding="none"),
     variant("one-block", {"block_size": 32}),
     variant("budget-of-1", budget=1, steps=4),
-    variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="equal_keys", budget=70, prompt=75, steps=4),
     # The last block has one token, less than a window of queries.
     variant("whole-prompts", {"block_size": 3}, prompt=13, steps=8, turns=((2, 5),), padding="none", whole=True),
     variant("whole-padded-prompts", {"block_size": 4}, prompt=13, steps=8, turns=((1, 6),), whole=True),
     # Of one size, so that an implementation may launch their blocks together, each time more of them.
     variant("whole-prompts-of-many-blocks", {"block_size": 2}, prompt=67, steps=210, padding="none",
             turns=((1, 67), (69, 67), (138, 67)), served=True, whole=True),
+    variant("equal-scores", {"block_size": 10}, **CLASSES, budget=13, steps=3),
+    variant("equal-keys-in-several-tiles", {"block_size": 3}, **ONE | {"group": 6}, content="two_keys", budget=36,
+            prompt=45, steps=4),
 )
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
     variant("interval", {"interval": 4, "block_size": 5}, steps=12),
     variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),), long=False),
+    variant("equal-scores-at-intervals", {"interval": 4, "block_size": 9}, **CLASSES, budget=16, steps=9),
     variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
 )
 

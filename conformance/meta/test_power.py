@@ -309,8 +309,8 @@ def test_decisions_are_drawn_in_plain_cases_of_the_dtype():
     assert not found.lacking and min(found.judged_in(dtype) for dtype in DTYPES) >= 2
 
 
-#: Functions of positions and of bytes.
-WITHOUT_NUMBERS = ("streaming_llm.keep", "thinkv.pack", "thinkv.unpack")
+#: Functions of positions, of bytes, and of preferences in float64.
+WITHOUT_NUMBERS = ("cake.budgets", "random.score", "streaming_llm.keep", "thinkv.pack", "thinkv.unpack")
 
 
 @pytest.mark.parametrize("subject", [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,17 @@ from kvtwin.conformance.mutation import mutate, verdict_copies, verdict_matrix, 
 from kvtwin.conformance.mutation.mutants import Mutant, MutantError
 from kvtwin.conformance.mutation.verdict_copies import PACKAGE, Subject
 from kvtwin.conformance.mutation.verdict_matrix import Bench, Run, row_of_run
-from kvtwin.conformance.mutation.verdict_results import BROKEN, NOT_COVERED, OUTSIDE, RIGHT, UNFIT, VALID, WRONG, Row
+from kvtwin.conformance.mutation.verdict_results import (
+    BROKEN,
+    CRASHED,
+    NOT_COVERED,
+    OUTSIDE,
+    RIGHT,
+    UNFIT,
+    VALID,
+    WRONG,
+    Row,
+)
 from kvtwin.conformance.mutation.verdict_server import ServerError
 
 MUTANTS = lists.load()
@@ -95,7 +106,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "status", "properties"), [
     ("unchanged", RIGHT, ()), ("no-change", RIGHT, ()), ("highest", WRONG, ("decisions",)),
-    ("fits", WRONG, ("decisions",)), ("aborts", BROKEN, ()), ("loops", BROKEN, ()), ("no-module", BROKEN, ()),
+    ("fits", WRONG, ("decisions",)), ("aborts", CRASHED, ()), ("loops", BROKEN, ()), ("no-module", BROKEN, ()),
     ("never-imported", OUTSIDE, ()),
 ])
 def test_verdicts(name, status, properties, rows):
@@ -163,6 +174,18 @@ def test_a_mutant_that_ends_the_server_does_not_end_the_run(tmp_path, monkeypatc
     }
     assert rows["deadly"].detail == "the server ended twice while this ran"
     assert FragileServer.started <= 6
+
+
+@pytest.mark.parametrize(("code", "late", "status"), [
+    (-signal.SIGSEGV, False, CRASHED), (-signal.SIGABRT, False, CRASHED), (-signal.SIGKILL, True, BROKEN),
+    (-signal.SIGXCPU, False, BROKEN), (1, False, BROKEN),
+])
+def test_a_run_that_crashes_is_told_from_one_that_ends_otherwise(code, late, status, tmp_path):
+    bench = Bench.__new__(Bench)
+    bench.root = tmp_path
+    result = bench._result({"number": 0, "code": code, "late": late, "seconds": 1.0})
+    subject = Subject("longflow", "optimized", mutant("m"))
+    assert row_of_run(subject, result, sources="s", seconds=1.0, cpu=2.0).status == status
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------
@@ -275,6 +298,7 @@ def wrong(*names: str, error: str = "Mismatch") -> list[dict]:
     ((), found(verdict="not covered", open=["decisions"]), NOT_COVERED, (), ""),
     ((), found(imported=False), OUTSIDE, (), ""),
     ((), {"broken": "no"}, BROKEN, (), ""),
+    (("ties",), {"crashed": "exit code -11"}, CRASHED, (), ""),
     ((), found(found=wrong("state")), WRONG, ("state",), "t0"),
     (("ties",), found(found=wrong("state")), UNFIT, ("state",), "t0"),
     (("ties",), found(found=wrong("state", "ties")), WRONG, ("ties", "state"), "t1"),
@@ -331,12 +355,13 @@ def test_sums_by_method():
     rows = [
         *(row(f"w{number}", WRONG, "snapkv", properties=("ties", "state")) for number in range(9)),
         row("u", UNFIT, "snapkv", properties=("state",)), row("o", OUTSIDE, "snapkv"),
-        row("r", RIGHT), row("n", NOT_COVERED), row("b", BROKEN), Row("base", "snapkv", "optimized", RIGHT),
+        row("r", RIGHT), row("n", NOT_COVERED), row("b", BROKEN), row("c", CRASHED),
+        Row("base", "snapkv", "optimized", RIGHT),
     ]
     longflow, snapkv, everything = verdict_results.shares(rows)
-    assert (longflow.method, longflow.judged, longflow.found) == ("longflow", 3, 0)
+    assert (longflow.method, longflow.judged, longflow.found) == ("longflow", 4, 1)
     assert (snapkv.judged, snapkv.found, snapkv.properties) == (10, 9, Counter(ties=9))
-    assert (everything.judged, everything.found) == (13, 9)
+    assert (everything.judged, everything.found) == (14, 10)
     # of 9 in 10: the limits p with P(X >= 9) = 0.025 and P(X <= 9) = 0.025
     low, high = snapkv.interval
     assert 10 * low**9 * (1 - low) + low**10 == pytest.approx(0.025) and 1 - high**10 == pytest.approx(0.025)
@@ -372,9 +397,9 @@ def test_the_page_shows_the_sums_and_names_what_is_not_found(monkeypatch):
     page = pages.verdict_matrix_page()
     assert f"Stored: 7 of {len(MUTANTS):,} mutants." in page
     for line in (
-        "| longflow | 4 | 3 | 75.0% (19% to 99%) | 0 | 1 | 0 | 0 | 0 | 1 |",
-        "| tova | 0 | 0 | - | 0 | 0 | 0 | 0 | 1 | 1 |",
-        "the share would be 60.0%", "| all | 4 | 3 | 75.0% (19% to 99%) | 0 | 1 | 0 | 0 | 1 | 2 |",
+        "| longflow | 4 | 3 | 75.0% (19% to 99%) | 0 | 0 | 1 | 0 | 0 | 0 | 1 |",
+        "| tova | 0 | 0 | - | 0 | 0 | 0 | 0 | 0 | 1 | 1 |",
+        "the share would be 60.0%", "| all | 4 | 3 | 75.0% (19% to 99%) | 0 | 0 | 1 | 0 | 0 | 1 | 2 |",
         "| free slots | 3 |", "| state | 0 |", "within 1.0 s of CPU", "| longflow | `alive` | what | right |",
         "| tova | `slow` | what | it is slower |", "it changes a cache (1): `o`.", "it needs a GPU (1): `wave`.",
     ):

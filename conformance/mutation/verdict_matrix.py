@@ -8,10 +8,10 @@ are not shrunk. Tests that are likely to find the mutant come first: the one tha
 
 The results are lines of JSON in the file ``--results``, written as they come. A mutant whose line is of the present
 sources is not judged again, so a run that was interrupted continues, and files of several machines can be joined. Each
-side is also judged unchanged, and must be right. ``--store`` writes the results to verdict_matrix.json, from which the
-documentation makes a page; verdict_reasons.toml says why mutants are not found. Exit code 0 if all mutants were judged,
-whatever the verdict, 1 if some were not, or an unchanged side is not right, 2 if a file of mutants or an argument is
-invalid.
+side is also judged unchanged, and must be right. A mutant that crashes the process counts as found. ``--store`` writes
+the results to verdict_matrix.json, from which the documentation makes a page; verdict_reasons.toml says why mutants are
+not found. Exit code 0 if all mutants were judged, whatever the verdict, 1 if some were not, or an unchanged side is not
+right, 2 if a file of mutants or an argument is invalid.
 """
 
 from __future__ import annotations
@@ -245,7 +245,8 @@ class Bench:
         if not found:
             said = output.read_text(encoding="utf-8", errors="replace")[-300:] if output.is_file() else ""
             ended = f"did not end within {answer['seconds']:.0f} s" if answer["late"] else f"exit code {answer['code']}"
-            found = {"broken": f"{ended}; {said.strip()}"}
+            crashed = not answer["late"] and -answer["code"] in results.CRASHES
+            found = {"crashed" if crashed else "broken": f"{ended}; {said.strip()}"}
         shutil.rmtree(folder, ignore_errors=True)
         return found
 
@@ -262,8 +263,9 @@ def row_of_run(subject: Subject, found: Mapping[str, Any], *, sources: str, seco
     }
     if mutant is not None:
         facts |= {"listed": mutant.method, "file": mutant.file, "what": mutant.what, "digest": mutant.digest}
-    if "broken" in found:
-        return Row(**facts, status=results.BROKEN, detail=found["broken"])
+    for status in (results.BROKEN, results.CRASHED):
+        if status in found:
+            return Row(**facts, status=status, detail=found[status])
     facts |= {name: found[name] for name in ("tests", "cases", "decisive")}
     wrong = found["found"]
     if not wrong:

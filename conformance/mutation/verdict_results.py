@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import signal
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,13 +20,17 @@ STORED, REASONS = HERE / "verdict_matrix.json", HERE / "verdict_reasons.toml"
 SCHEMA = 1
 
 #: Statuses. wrong: found, under a property that fits; unfit: wrong under other properties alone; right and not covered:
-#: not found; broken: the run ended without a verdict; outside: no verdict on a CPU can see what the mutant changes;
-#: valid: not found, and the mutant is a right implementation.
+#: not found; crashed: a signal of `CRASHES` ended the run, as it ends a user's; broken: the run ended without a verdict
+#: for another reason; outside: no verdict on a CPU can see what the mutant changes; valid: not found, and the mutant is
+#: a right implementation.
 WRONG, UNFIT, RIGHT, NOT_COVERED, BROKEN, OUTSIDE = "wrong", "unfit", "right", "not covered", "broken", "outside"
-VALID = "valid"
-STATUSES = (WRONG, UNFIT, RIGHT, NOT_COVERED, BROKEN, OUTSIDE, VALID)
-#: What counts as judged.
-JUDGED = (WRONG, UNFIT, RIGHT, NOT_COVERED, BROKEN)
+CRASHED, VALID = "crashed", "valid"
+STATUSES = (WRONG, UNFIT, RIGHT, NOT_COVERED, CRASHED, BROKEN, VALID, OUTSIDE)
+#: What counts as judged, and what of it as found. An unchanged side that crashes is not right, which ends the command
+#: with an error.
+JUDGED, FOUND = (WRONG, UNFIT, RIGHT, NOT_COVERED, CRASHED, BROKEN), (WRONG, CRASHED)
+#: Signals that a process gets for what it does itself: an invalid access, a damaged heap, an invalid operation.
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 CONFIDENCE = 0.95
 
 
@@ -150,7 +155,7 @@ class Share:
 
     @property
     def found(self) -> int:
-        return self.statuses[WRONG]
+        return sum(self.statuses[status] for status in FOUND)
 
     @property
     def with_valid(self) -> float:
@@ -187,8 +192,8 @@ def shares(rows: Iterable[Row]) -> list[Share]:
 
 
 def not_found(rows: Iterable[Row]) -> list[Row]:
-    """The mutants that were judged and not called wrong under a property that fits."""
-    return [row for row in rows if not row.is_baseline and row.status in JUDGED and row.status != WRONG]
+    """The mutants that were judged, and neither called wrong under a property that fits, nor crashed."""
+    return [row for row in rows if not row.is_baseline and row.status in JUDGED and row.status not in FOUND]
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -196,14 +201,15 @@ def summary(rows: Sequence[Row]) -> str:
     sides that are not right."""
     mutants = [row for row in rows if not row.is_baseline]
     width = max((len(row.method) for row in mutants), default=3)
-    lines = [f"{'method':{width}}  wrong  judged  {'share (95 %)':22} unfit  right  not covered  broken  valid  "
-             "outside  median s"]
+    lines = [f"{'method':{width}}  wrong  judged  {'share (95 %)':22} unfit  right  not covered  crashed  "
+             "broken  valid  outside  median s"]
     for share in shares(mutants):
         of_it = sorted(row.seconds for row in mutants if share.method in (row.method, "all") and row.status == WRONG)
         count = share.statuses
         lines.append(
-            f"{share.method:{width}}  {share.found:5}  {share.judged:6}  {share.shown():22} {count[UNFIT]:5}  "
-            f"{count[RIGHT]:5}  {count[NOT_COVERED]:11}  {count[BROKEN]:6}  {count[VALID]:5}  {count[OUTSIDE]:7}  "
+            f"{share.method:{width}}  {count[WRONG]:5}  {share.judged:6}  {share.shown():22} {count[UNFIT]:5}  "
+            f"{count[RIGHT]:5}  {count[NOT_COVERED]:11}  {count[CRASHED]:7}  "
+            f"{count[BROKEN]:6}  {count[VALID]:5}  {count[OUTSIDE]:7}  "
             f"{of_it[len(of_it) // 2] if of_it else 0:8.1f}"
         )
     found = shares(mutants)[-1].properties

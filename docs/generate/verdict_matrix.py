@@ -40,18 +40,19 @@ def _by_method(rows: Sequence[Row]) -> str:
     *shares, total = results.shares(rows)
     table = [
         [share.method, str(share.judged), str(share.found), share.shown(), *(str(share.statuses[one]) for one in (
-            results.UNFIT, results.RIGHT, results.NOT_COVERED, results.BROKEN, results.VALID, results.OUTSIDE,
+            results.CRASHED, results.UNFIT, results.RIGHT, results.NOT_COVERED, results.BROKEN, results.VALID,
+            results.OUTSIDE,
         ))]
         for share in (*shares, total)
     ]
-    columns = ["method", "judged", "called wrong", "share (95 % interval)", "wrong, but does not fit", "called right",
-               "not covered", "broken", "valid", "outside"]
+    columns = ["method", "judged", "found", "share (95 % interval)", "crashed", "wrong, but does not fit",
+               "called right", "not covered", "broken", "valid", "outside"]
     return (
         "## By method\n\nThe interval is the exact one of a binomial share (Clopper and Pearson): what such mutants in "
-        "general would give. *Broken*: the run ended without a verdict. *Valid*: the mutant is a right implementation "
-        "and is called right. *Outside*: no verdict on a CPU can see what it changes. Neither counts as judged; "
-        f"if the valid ones counted as not found, the share would be {total.with_valid:.1%}.\n\n"
-        f"{markdown_table(columns, table)}"
+        "general would give. *Found*: called wrong, or *crashed*: the run ended as a user's would. *Broken*: the run "
+        "ended without a verdict for another reason. *Valid*: the mutant is a right implementation and is called right. "
+        "*Outside*: no verdict on a CPU can see what it changes. Neither counts as judged; if the valid ones counted as "
+        f"not found, the share would be {total.with_valid:.1%}.\n\n{markdown_table(columns, table)}"
     )
 
 

@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from ....reference.baselines._cake import divide
+from ....reference.baselines._cake import budgets, divide
 from ....reference.selection import order
-from ...cases import draws, tiny
+from ...cases import budget_cases, draws, tiny
+from ...cases.budget_cases import LayerBudgetsCase
 from ...cases.case import Case, DecodeCase, WindowCase
 from ...cases.strategies import WINDOW_LAYOUTS, window_cases
 from .. import bounds, lockstep, recorded
 from ..bounds import Interval
 from ..budgets import assert_budgets_right
-from ..compare import Verdict, assert_dtype, assert_kept_right, assert_within, fail
+from ..compare import Verdict, assert_dtype, assert_kept_right, assert_same, assert_within, fail
 from ..fields import field
 from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties
@@ -32,7 +33,7 @@ from ..variants import variant
 from .cake_bounds import Observed, observed, step_error
 from .epikv import assert_inside
 
-CASES = (WindowCase,)
+CASES = (WindowCase, LayerBudgetsCase)
 SCORED = False
 LAYERS = (2, 1, 3, 4)
 SMALL: dict[str, Any] = {"window": 1, "kernel_size": 3}
@@ -47,9 +48,12 @@ GROUPINGS = ({"kernel_size": 1}, {"kernel_size": 7})
 VARIANTS = (
     *(variant(f"layers-{layers}", {"window": 3, "kernel_size": 5, "tau2": tau}, layers=layers, budget=9, prompt=24)
       for layers, tau in ((2, 1.0), (3, 0.02))),
+    variant("prompts-in-other-rows-and-again", {"window": 3}, layers=3, budget=9, prompt=24, padding="stairs",
+            twice=True, reorder_at=-1, steps=2),
     variant("pool-at-the-window", {"window": 3, "kernel_size": 7, "gamma": 0.0}, budget=14, prompt=12, steps=16,
             long=False),
     variant("pool-at-a-full-window", {"window": 4, "kernel_size": 5}, budget=12, prompt=14, padding="random", steps=9),
+    variant("window-of-several-tiles", {"window": 20, "kernel_size": 1}, budget=24, prompt=30, padding="none", steps=6),
     variant("whole-batch", {"whole_batch": True, "window": 2, "tau1": 0.4}, layers=2, prompt=18, padding="none"),
 )
 
@@ -109,6 +113,19 @@ def assert_observe_right(actual: Any, case: WindowCase) -> None:
             assert_within(value, exact, torch.maximum(interval.high - exact, exact - interval.low), what=name)
 
 
+def assert_layer_budgets_right(actual: Tensor, case: LayerBudgetsCase) -> None:
+    """actual: `cake.budgets(**case.inputs)`."""
+    inputs, total = case.inputs, case.total
+    reported = inputs["log_preferences"].nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    prefix = inputs["prefix"]
+    with field("budgets"):
+        assert_budgets_right(
+            actual, reported, Interval(reported, reported), budgets(**inputs), total=total, most=prefix,
+            rule=lambda wanted, row: divide(wanted, prefix[row].expand(len(wanted)), total),
+            scored=torch.ones_like(prefix, dtype=torch.bool),
+        )
+
+
 OBSERVE_ASPECTS = aspects(
     tied=("identical", "equal_keys"), extreme=("overflow_88", "extreme_1e4", "all_below_104"), full="none",
     masked=("left_padding", "random", "one_token"), layout=WINDOW_LAYOUTS,
@@ -119,11 +136,21 @@ SUBJECTS = (
         numbers=("score", "dispersion", "shift"), aspects=OBSERVE_ASPECTS, inputs=observe_inputs, sized="tokens",
         recorded=recorded.windows,
     ),
+    Subject(
+        "budgets", budget_cases.layer_budgets_cases, assert_layer_budgets_right, choices=("budgets",), sized=None,
+        aspects=aspects(
+            ordinary=budget_cases.ORDINARY, extreme=budget_cases.EXTREME, layout=budget_cases.LAYOUTS
+        ),
+    ),
 )
 
 
 def replay(case: Case, module: Any) -> Iterator[str]:
     """See the package."""
+    if isinstance(case, LayerBudgetsCase):
+        assert_layer_budgets_right(module.budgets(**case.inputs), case)
+        yield "budgets: right"
+        return
     assert isinstance(case, WindowCase)
     assert_observe_right(module.observe(**observe_inputs(case)), case)
     yield "observe: right"
@@ -181,6 +208,9 @@ class Adapter(lockstep.Adapter):
             assert found is not None
             ends.append(found.log_preference(tau1=config.tau1, tau2=config.tau2, whole_batch=config.whole_batch))
         allowed = Interval(*(torch.stack(each, 1) for each in zip(*ends, strict=True)))
+        for name in ("log_preferences", "budgets"):
+            later, expected = (getattr(side.cascade, name)[:, count:] for side in (self.tested, self.reference))
+            assert_same(later.to(expected.device), expected, what=f"{name} of later layers after layer {count - 1}")
         reported = cascade.log_preferences[:, :count].to(truth.device)
         assert_dtype(reported, torch.float64, what="log_preferences")
         assert_inside(reported, allowed, what=f"log_preferences after layer {count - 1}")
@@ -204,6 +234,16 @@ class Adapter(lockstep.Adapter):
         scores = Interval(*(end.gather(-1, place) for end in found.score))
         names = self.prompt_tie.gather(-1, place)
         keep_slots(self._judged(keep, scores, names, what="tokens kept of the prompt"))
+
+    def reorder(self, index: Tensor) -> None:
+        if self.found is not None and self.prompt_tie is not None:
+            found, self.prompt_tie = self.found, self.prompt_tie.index_select(0, index)
+            score, dispersion, shift = (
+                Interval(*(end.index_select(0, index) for end in interval))
+                for interval in (found.score, found.dispersion, found.shift)
+            )
+            exact = type(found.exact)(*(part.index_select(0, index) for part in found.exact))
+            self.found = Observed(score, dispersion, shift, exact)
 
     # A step ----------------------------------------------------------------------------------------------------------
 

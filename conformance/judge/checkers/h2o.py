@@ -27,6 +27,8 @@ LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
 VARIANTS = (
     *BLOCKS, *INTERVALS,
     variant("no-recent-tokens", {"recent": 0, "sinks": 2}, turns=((3, 2),)),
+    *(variant(f"first-tokens-weigh-least-at-an-interval-of-{interval}", {"recent": 1, "sinks": 3, "interval": interval},
+              content="first_unseen", budget=7, prompt=3, steps=15, turns=((8, 2),)) for interval in (1, 2)),
     *(variant(f"newest-token-leaves-a-budget-of-{budget}", {"recent": 0}, **ONE | {"batch": 2, "key_value_heads": 3},
               budget=budget, prompt=budget + 1, steps=9) for budget in (32, 33)),
     variant("all-but-one-protected", {"recent": 3, "sinks": 2, "interval": 2}, steps=9),

@@ -41,6 +41,7 @@ LAWS = ({"interval": 3, "block_size": 5},)
 VARIANTS = (
     *BLOCKS, *INTERVALS,
     variant("sinks", {"lag": 3, "sinks": 2}, budget=9, prompt=20, turns=((3, 2),)),
+    variant("narrow-channels", {"lag": 3}, content="narrow_values", budget=9, prompt=20, dtype=torch.float32),
     variant("chunks-of-one", {"lag": 1, "interval": 2}, steps=9),
     variant("chunks-in-several-periods", {"lag": 2, "sinks": 1, "interval": 3}, steps=16, padding="random"),
 )

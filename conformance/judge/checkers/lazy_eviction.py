@@ -35,7 +35,8 @@ LAWS = ({"interval": 3, "block_size": 5, "recent": 2},)
 VARIANTS = (
     *BLOCKS, *INTERVALS,
     variant("newest-protected", {"recent": 3, "alpha": 0.2}, turns=((3, 2),)),
-    variant("every-token-is-active", {"alpha": 0.0, "shifted": False, "interval": 2}, steps=9),
+    variant("every-token-is-active", {"alpha": 0.0, "shifted": False, "interval": 2}, padding="random", steps=9),
+    variant("a-weight-of-exactly-alpha", {"alpha": 1.0}, content="one_alone", padding="none", turns=((4, 2),)),
     variant("not-shifted", {"shifted": False, "recent": 1}, padding="random"),
 )
 GROUPINGS = ({"interval": 3},)
@@ -88,11 +89,11 @@ class Activations(NamedTuple):
 
 
 def active(chunk: Chunk, alpha: float) -> tuple[Tensor, Tensor]:
-    """The queries that activate a token for certain, and those that may: [B, Hkv, Q, S] bool. alpha is rounded once."""
+    """The queries that activate a token for certain, and those that may: [B, Hkv, Q, S] bool."""
     heads = chunk.attention.key_value_heads
     weight = chunk.attention.weight.unflatten(1, (heads, -1)).mean(2)
     seen = chunk.attention.seen.unflatten(1, (heads, -1)).any(2)
-    error = raas.weight_error(chunk) + UNIT * alpha * SLACK
+    error = raas.weight_error(chunk) + raas.alpha_error(alpha)
     certain = seen & ((weight - error >= alpha) | (alpha == 0))
     possible = seen & (weight + error >= alpha)
     rest = chunk.slots - weight.shape[-1]

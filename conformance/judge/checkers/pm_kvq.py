@@ -47,7 +47,7 @@ COMBINATIONS = (
 )
 
 
-VARIANTS = tuple(
+VARIANTS = (*(
     variant(
         f"bits-{bits}-window-{window}-sinks-{sinks}-group-{group}",
         {"bits": bits, "window": window, "sinks": sinks, "group": group, "max_tokens": 36}, prompt=prompt, steps=12,
@@ -57,7 +57,7 @@ VARIANTS = tuple(
         ((4, 4, 1, 8), (3.5, 3, 0, 16), (9, 5, 2, 128), (16, 4, 1, 4), (5, 1, 1, 128)), (14, 21, 14, 15, 20),
         strict=True,
     )
-)
+), variant("prompt-of-one-window", {"bits": 5, "window": 4, "sinks": 1, "group": 8}, prompt=5, padding="none", steps=4))
 
 
 def judge_shrunk(result: Any, case: PMKVQCodesCase) -> None:

@@ -46,6 +46,9 @@ VARIANTS = (
     variant("pages-of-three", {"page_size": 3, "keep_last": False, "least_pages": 3}, prompt=20),
     variant("pages-of-one", {"page_size": 1, "round_scores": True}, padding="random"),
     variant("rounded-scores", {"round_scores": True, "page_size": 4}, dtype=torch.bfloat16, prompt=24, budget=9),
+    variant("scores-that-round-to-equal-ones", {"round_scores": True, "keep_last": False, "page_size": 8},
+            dtype=torch.bfloat16, head_dim=256, content="integers", prompt=64, budget=16, padding="none"),
+    variant("every-page", budget=64, reorder_at=2),
     variant("last-page-kept", {"page_size": 5, "least_pages": 2}, prompt=33, budget=12, padding="stairs_down"),
     variant("many-pages", {"page_size": 2, "keep_last": False}, **ONE | {"prompt": 140, "steps": 3}, budget=20),
 )
@@ -111,14 +114,26 @@ def score_interval(query: Tensor, maximum: Tensor, minimum: Tensor, *, rounded: 
     reach infinity in float16 have no upper end, and its largest number as their lower end at most.
     """
     exact = page_scores(query.double(), maximum.double(), minimum.double())
-    error = score_error(query, maximum, minimum)
+    error = score_error(query, maximum, minimum).masked_fill(exactly(query, maximum, minimum), 0)
     if not rounded:
         return Interval(exact - error, exact + error)
+    sure = (error == 0) & (exact.to(query.dtype).double().abs() < torch.inf)
     error = error + (UNITS[query.dtype] * (exact.abs() + error) + TINY[query.dtype]) * SLACK
     most = torch.finfo(query.dtype).max
     low, high = exact - error, exact + error
     low = low.masked_fill(low <= -most, -torch.inf).clamp_max(most)
-    return Interval(low, high.masked_fill(high >= most, torch.inf).clamp_min(-most))
+    high = high.masked_fill(high >= most, torch.inf).clamp_min(-most)
+    nearest = exact.to(query.dtype).double()
+    return Interval(*(torch.where(sure, nearest, end) for end in (low, high)))
+
+
+def exactly(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
+    """The pages whose scores no order of additions rounds, [B, Hq, pages]: sums of whole numbers below 2^24."""
+    high, low = (
+        query.double()[:, :, None] * per_query_head(bound.double(), query.shape[1]) for bound in (maximum, minimum)
+    )
+    whole = (query == query.round()).all(-1)[:, :, None] & (high == high.round()).all(-1) & (low == low.round()).all(-1)
+    return whole & (torch.maximum(high.abs(), low.abs()).sum(-1) < 2**24)
 
 
 def page_ties(maximum: Tensor, minimum: Tensor, query_heads: int) -> Tensor:
@@ -134,12 +149,16 @@ def assert_pages_right(
 ) -> Verdict:
     """Assert that `selected` [B, Hq, N] has the best of the first count [B] pages. Tensors in the dtype under test."""
     page = torch.arange(maximum.shape[2], device=maximum.device)
+    scores, tie = score_interval(query, maximum, minimum, rounded=rounded), page_ties(maximum, minimum, query.shape[1])
+    sure = exactly(query, maximum, minimum) & (scores.low == scores.high)
+    equal = sure[..., None, :] & sure[..., None] & (scores.low[..., None, :] == scores.low[..., None])
+    tie = torch.where(sure, equal.long().argmax(-1), tie)
     shape = (*selected.shape[:2], maximum.shape[2])
     return assert_selected_right(
-        selected, truth, score_interval(query, maximum, minimum, rounded=rounded),
+        selected, truth, scores,
         candidates=(page < count[:, None, None]).expand(shape),
         forced=(page == count[:, None, None] - 1).expand(shape) if keep_last else None,
-        tie=page_ties(maximum, minimum, query.shape[1]), what="selected pages",
+        tie=tie, what="selected pages",
     )
 
 

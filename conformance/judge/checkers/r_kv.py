@@ -32,6 +32,8 @@ VARIANTS = (
     *BLOCKS, *INTERVALS,
     # Equal keys are as redundant as each other only up to rounding, so that scores decide nothing.
     variant("equal-keys-in-several-tiles", **ONE | {"group": 2}, content="duplicates", budget=70, prompt=75, steps=4),
+    variant("keys-of-any-length", {"mix_lambda": 0.0, "window": 1, "kernel_size": 1}, content="long_keys",
+            padding="none", dtype=torch.float32),
     variant("redundancy-alone", {"mix_lambda": 0.0, "exempts_first": False}, turns=((3, 2),)),
     variant("wide-window-and-pool", {"window": 4, "kernel_size": 5, "mix_lambda": 0.7}, budget=9, padding="random"),
     variant("low-threshold-and-interval", {"threshold": 0.1, "interval": 2, "window": 9}, steps=9),

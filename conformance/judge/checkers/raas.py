@@ -35,6 +35,7 @@ VARIANTS = (
     *BLOCKS, *INTERVALS,
     variant("protected", {"sinks": 2, "recent": 1, "alpha": 0.2}, turns=((3, 2),)),
     variant("the-oldest-leaves", {"alpha": 0.0, "interval": 2}, steps=9),
+    variant("a-weight-of-exactly-alpha", {"alpha": 1.0}, content="one_alone", padding="none", turns=((4, 2),)),
     variant("pages", PAGES, steps=11),
     variant("pages-with-sinks-and-a-longer-interval", {**PAGES, "sinks": 2, "recent": 1, "interval": 3},
             budget=10, prompt=20, steps=11, turns=((2, 3),)),
@@ -104,25 +105,36 @@ def weight_error(chunk: Chunk) -> Tensor:
 
     A weight has the relative error `log_weight_error`. It passes through at most G additions, the division by G and two
     products with powers of two. Weights, factors of splits, products and sums below FLUSH may flush to zero.
+
+    A token that is alone has a weight of exactly 1: its logit is a sum of zeros, and the exponentials of all others,
+    below e^-120, are zero in float32. The exponential of 0, the logarithm of 1 and a quotient by 1 are exact in any
+    arithmetic, as is the mean of up to 16 ones.
     """
     below, above = log_weight_error(chunk.attention, chunk.allowed)
     relative = torch.maximum(torch.expm1(above.clamp_max(300)), -torch.expm1(below))
     heads = chunk.attention.key_value_heads
     sums = gamma(chunk.group + 2 + 2 * DIVISION / UNIT)
     error = chunk.attention.weight * (relative + sums * (1 + relative)) + 4 * FLUSH
-    return error.masked_fill(~chunk.attention.seen, 0).unflatten(1, (heads, -1)).mean(2) * SLACK
+    near = chunk.attention.logit > -120
+    alone = near & (near.sum(-1, keepdim=True) == 1) & (chunk.attention.dot == 0)
+    return error.masked_fill(~chunk.attention.seen | alone, 0).unflatten(1, (heads, -1)).mean(2) * SLACK
+
+
+def alpha_error(alpha: float) -> float:
+    """|computed - true| of alpha, which is rounded once to float32."""
+    return 0.0 if float(torch.tensor(alpha)) == alpha else UNIT * alpha * SLACK
 
 
 def renewals(chunk: Chunk, alpha: float) -> Interval:
     """The last query, by position, that renews each token: the earliest and the latest that computed weights allow.
     [B, Hkv, S] float64; -1 for none.
 
-    alpha is rounded once to float32. A weight is never negative, so that an alpha of 0 leaves nothing open.
+    A weight is never negative, so that an alpha of 0 leaves nothing open.
     """
     heads, count = chunk.attention.key_value_heads, chunk.before["query"].shape[2]
     weight = chunk.attention.weight.unflatten(1, (heads, -1)).mean(2)                         # [B, Hkv, Q, S]
     seen = chunk.attention.seen.unflatten(1, (heads, -1)).any(2)
-    error = weight_error(chunk) + UNIT * alpha * SLACK
+    error = weight_error(chunk) + alpha_error(alpha)
     first = chunk.reference.tokens_seen - count
     position = torch.arange(first, first + count, device=weight.device, dtype=torch.float64)[:, None]
 

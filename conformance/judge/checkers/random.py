@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
+from ...cases.block_cases import LAYOUTS, ORDERS, PositionsCase, positions_cases
+from ...cases.contents import OCCUPANCIES
 from .. import block_model
+from ..compare import assert_dtype, assert_same
+from ..fields import field
+from ..subjects import Subject, aspects
 from ..variants import BLOCKS, variant
 from . import blocks
 from .blocks import SMALL as SMALL
@@ -41,6 +49,50 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
 def arguments(device: torch.device) -> dict[str, Any]:
     """See the package."""
     return {"positions": torch.tensor([[0, 5, 2, -1, 1, 3], [7, 2, -1, -1, 9, 4]], device=device), "seed": 3}
+
+
+@dataclass(frozen=True, repr=False)
+class ScoredPositionsCase(PositionsCase):
+    """Arguments of `score`: positions, and a seed that depends on their number."""
+
+    kind: ClassVar[str] = "scored_positions"
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return {"positions": super().inputs["positions"], "seed": self.slots * 2654435761 % 2**32}
+
+
+def scored_positions_cases(**arguments: Any) -> st.SearchStrategy[ScoredPositionsCase]:
+    return positions_cases(**arguments).map(lambda case: ScoredPositionsCase(**{
+        one.name: getattr(case, one.name) for one in fields(case)
+    }))
+
+
+def assert_score_right(actual: Tensor, case: ScoredPositionsCase) -> None:
+    """actual: `score(**case.inputs)`. Whole numbers below 2^24, without an error."""
+    with field("score"):
+        assert_dtype(actual, torch.float32, what="score")
+        positions, seed = case.inputs.values()
+        expected = [
+            float(block_model.splitmix64((seed << 32) + position) >> 40) if position >= 0 else -torch.inf
+            for position in positions.flatten().tolist()
+        ]
+        assert_same(actual, torch.tensor(expected, device=actual.device).view(positions.shape), what="score")
+
+
+CASES = (ScoredPositionsCase,)
+SUBJECTS = (
+    Subject(
+        "score", scored_positions_cases, assert_score_right, numbers=("score",),
+        aspects=aspects(ordinary=ORDERS, masked=OCCUPANCIES[1:], layout=LAYOUTS),
+    ),
+)
+
+
+def replay(case: ScoredPositionsCase, module: Any) -> Iterator[str]:
+    """See the package."""
+    assert_score_right(module.score(**case.inputs), case)
+    yield "score: right"
 
 
 class Model(block_model.Head):
