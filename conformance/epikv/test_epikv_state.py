@@ -346,7 +346,6 @@ def test_reset_discards_an_incomplete_step(options, side, twins, device):
             assert torch.equal(layers[0].thoughts, others[0].thoughts), f"thoughts after token {token}"
 
 
-@pytest.mark.property("extreme_numbers")
 def test_selection_evicts_nan_first(twins, device):
     scores = torch.tensor([[3.0, torch.nan, -torch.inf, 1.0, torch.nan, 2.0]], device=device)
     for side in (twins.reference.epikv, twins.optimized.epikv):

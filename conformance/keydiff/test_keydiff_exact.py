@@ -149,7 +149,6 @@ def test_the_few_keys_of_rows_with_free_slots(anchor, similarity, side, twins, d
 # NaN and infinity ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.property("extreme_numbers")
 def test_a_key_that_is_no_number_leaves_no_order(side, twins, device):
     """The anchor of its head is NaN, and so are all ranks, so the lowest slots are evicted. Other heads are
     unaffected."""

@@ -80,7 +80,6 @@ def test_longflow_ranks_by_the_1_norm(side, twins, device):
     assert decode(**case, protected=mask(device, 35)).slot.tolist() == [5]
 
 
-@pytest.mark.property("extreme_numbers")
 @pytest.mark.parametrize("slot", [7, SLOTS - 1])
 @pytest.mark.parametrize("number", [NAN, -NAN], ids=["nan", "minus_nan"])
 def test_longflow_evicts_a_token_whose_score_is_nan(number, slot, side, twins, device):
@@ -97,7 +96,6 @@ def test_longflow_evicts_a_token_whose_score_is_nan(number, slot, side, twins, d
     assert_same(protected, decode(**finite).slot, what="the slot if the NaN is protected")
 
 
-@pytest.mark.property("extreme_numbers")
 def test_longflow_takes_the_lowest_slot_where_all_scores_are_nan(side, twins, device):
     """A NaN in one key makes all weights of its row NaN."""
     decode = getattr(twins, side).longflow.decode_attention

@@ -50,9 +50,9 @@ def _by_method(rows: Sequence[Row]) -> str:
     return (
         "## By method\n\nThe interval is the exact one of a binomial share (Clopper and Pearson): what such mutants in "
         "general would give. *Found*: called wrong, or *crashed*: the run ended as a user's would. *Broken*: the run "
-        "ended without a verdict for another reason. *Valid*: the mutant is a right implementation and is called right. "
-        "*Outside*: no verdict on a CPU can see what it changes. Neither counts as judged; if the valid ones counted as "
-        f"not found, the share would be {total.with_valid:.1%}.\n\n{markdown_table(columns, table)}"
+        "ended without a verdict for another reason. *Valid*: the mutant is a right implementation, and called right. "
+        "*Outside*: no verdict on a CPU can see what it changes. Neither counts as judged; if the valid ones counted "
+        f"as not found, the share would be {total.with_valid:.1%}.\n\n{markdown_table(columns, table)}"
     )
 
 
