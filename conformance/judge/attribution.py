@@ -27,8 +27,9 @@ SIZES = {"slots": (2, 3, 5, 9), "tokens": (4, 6, 9)}
 SEEDS = 4
 #: So many failures of ordinary cases are not rare, and this share of the cases is regular.
 MANY, REGULAR = 4, 0.75
-#: What ordinary cases are judged for, of so many rows, too.
-CORE, MANY_ROWS = ("accuracy", "decisions"), 16
+#: What ordinary cases are judged for; and so many heads of all rows, and tokens, are many.
+CORE = ("accuracy", "decisions")
+MANY_HEADS, MANY_TOKENS = 16, 512
 
 
 def property_of(
@@ -54,10 +55,13 @@ def property_of(
         return base
     distinct = [one for one in DISTINCTIONS if one != "decisions" and _has(subject, case, one)]
     regular = math.ceil(REGULAR * len([*_variants(case)]))
+    if ordinary:  # of more rows, more fail
+        distinct = [one for one in distinct if one != "independence"]
+    many = case.batch * case.key_value_heads * case.group >= MANY_HEADS and (stats.slots_of(case) or 0) >= MANY_TOKENS
     for one in sorted(distinct, key=lambda one: one != own):
-        # In many rows a rare failure needs no other reason than their number.
-        rows = own in CORE and one == "independence" and case.batch >= MANY_ROWS
-        enough = regular if ordinary or rows else 2
+        # Of many heads over many tokens a rare failure needs no other reason than their number.
+        rare = own in CORE and one == "independence" and many
+        enough = regular if ordinary or rare else 2
         found = failing(neutral(subject, case, one), enough)
         if found >= enough:
             return one
