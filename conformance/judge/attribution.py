@@ -62,7 +62,11 @@ def property_of(
         # Of many heads over many tokens a rare failure needs no other reason than their number.
         rare = own in CORE and one == "independence" and many
         enough = regular if ordinary or rare else 2
-        found = failing(neutral(subject, case, one), enough)
+        simpler = neutral(subject, case, one)
+        found = failing(simpler, enough)
+        if found >= enough and one == "independence" and own in CORE and name in subject.choices:
+            # What is chosen by the sum over heads depends on all heads, and on no other row.
+            return base if failing(dataclasses.replace(simpler, batch=1), 2) > 1 else one
         if found >= enough:
             return one
         if found and not ordinary:  # rare: other cases with this distinction are right

@@ -41,6 +41,8 @@ TOO_LARGE = ("spread", "spread_by_3", "far")
 #: A state's rows, prompt and steps; the steps of one of a single row, and the sizes of a call that is made often.
 ROWS, PROMPT, STEPS = 64, 160, 200
 LONG, OFTEN = 520, (64, 1024)
+#: What the scores of a call that is made often are like.
+CLOSE = {"content": "ordinary", "scale": None}
 #: The share of a GPU's memory that a case may need.
 SHARE = 0.7
 
@@ -71,6 +73,8 @@ def cases(subject: Subject, aspect: str, sizes: Sequence[tuple[int, int]] | None
             subject.draw(aspect, **{subject.sized: (slots, slots)}, **one) for one in (*more, {})
         ], number_of(subject, aspect, number, "drawn"))
         case = _with_sizes(case, model, batch, dtype, number_of(subject, aspect, number) % 2**31)
+        if sizes:  # scores as close as in a model, so that the order of a sum may decide
+            case = dataclasses.replace(case, **{name: value for name, value in CLOSE.items() if hasattr(case, name)})
         if aspect == "free_slots" and hasattr(case, "poison") and number % 2:
             case = dataclasses.replace(case, poison="nan")  # which no weight of zero hides
         if _fits(case):
