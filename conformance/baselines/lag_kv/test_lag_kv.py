@@ -142,6 +142,7 @@ def test_lag_kv_counts_channels_of_a_narrow_range(side, twins, device):
     assert [ranks(state)[token] for token in (0, 1)] == [1, 0]
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @SIDES
 def test_lag_kv_ranks_count_more_than_positions(side, twins, device):
@@ -288,6 +289,7 @@ def test_lag_kv_ranks_once(side, twins, device):
     assert len(known) > 15
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_lag_kv_padding_belongs_to_no_chunk(side, twins, device):
     """Row 1 has the same tokens as row 0, with padding before, between and behind them."""
@@ -339,6 +341,7 @@ def test_lag_kv_keeps_of_a_prompt_what_the_published_algorithm_keeps(sinks, lag,
     assert set(ranks(state)) == expected
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize(("lag", "options"), [
     (40, {"budget": 139, "block_size": 50, "prompt": 340, "group": 3}),

@@ -163,6 +163,7 @@ def test_r_kv_the_window_is_not_in_the_softmax(side, twins, device):
     assert held(state) == [1, 2, 3]
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_r_kv_a_long_window_observes(side, twins, device):
     """18 queries: the first two attend to token 1, the others to token 0."""

@@ -70,6 +70,7 @@ def test_raas_evicts_the_page_with_the_oldest_timestamp(side, how, fifth, last, 
     assert set(times(state).values()) == {5}
 
 
+@pytest.mark.property("state")
 @SIDES
 @HOW
 def test_raas_renews_half_of_the_page_budget(side, how, twins, device):
@@ -111,6 +112,7 @@ def test_raas_bounds_logits_with_the_sign_of_the_scale(side, scale, kept, twins,
     assert held(state) == [2 * kept, 2 * kept + 1, 4, 5]
 
 
+@pytest.mark.property("state")
 @SIDES
 @HOW
 def test_raas_reads_queries_and_keys_of_any_layout(side, how, twins, device):
@@ -161,6 +163,7 @@ def test_raas_renews_the_oldest_of_pages_with_equal_bounds(side, twins, device):
     assert held(state) == [2, 3, 4, 5, 8, 9, 10, 11]
 
 
+@pytest.mark.property("state")
 @SIDES
 @pytest.mark.parametrize("group", [1, 8])
 def test_raas_renews_the_oldest_of_many_pages_with_equal_bounds(side, group, twins, device):
@@ -182,6 +185,7 @@ def test_raas_renews_the_oldest_of_many_pages_with_equal_bounds(side, group, twi
     assert times(state) == {**dict.fromkeys(range(8), 19), **{token: token for token in range(11, 20)}}
 
 
+@pytest.mark.property("state")
 @SIDES
 @HOW
 def test_raas_keeps_the_incomplete_page(side, how, twins, device):
@@ -208,6 +212,7 @@ def test_raas_counts_pages(side, budget, interval, most, left, twins, device):
     assert len(held(state)) == left == budget // size * size + (most + 1) % size
 
 
+@pytest.mark.property("state")
 @SIDES
 @HOW
 @pytest.mark.parametrize(("sinks", "recent", "evicted"), [(0, 0, 0), (1, 0, 2), (2, 0, 2), (1, 3, 1), (1, 4, 1)])
@@ -275,6 +280,7 @@ def test_raas_timestamps_do_not_depend_on_blocks(side, cuts, twins, device):
     assert {*found[0][0].values()} != {12}, "some page is renewed by an earlier query only"
 
 
+@pytest.mark.property("state")
 @SIDES
 @pytest.mark.parametrize("sign", [1, -1])
 def test_raas_reads_all_keys_of_a_large_page(side, sign, twins, device):
@@ -315,6 +321,7 @@ def test_raas_with_pages_of_equal_tokens_keeps_step(trace, twins):
     lockstep.run(trace, twins.optimized.baselines.raas)
 
 
+@pytest.mark.property("state")
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("options", [
     {"budget": 40, "page_size": 2, "interval": 3, "block_size": 24, "recent": 3},

@@ -33,6 +33,7 @@ def test_tova_tells_weights_apart_that_vanish(trace, twins):
     lockstep.run(trace, twins.optimized.baselines.tova)
 
 
+@pytest.mark.property("state")
 @SIDES
 @pytest.mark.parametrize("how", ("steps", "block"))
 @pytest.mark.parametrize("budget", [3, 4])
@@ -114,6 +115,7 @@ def test_tova_keeps_its_scores_through_padding(side, twins, device):
     check_padding(new(getattr(twins, side).baselines.tova, device, budget=3, block=2), device)
 
 
+@pytest.mark.property("state")
 @SIDES
 def test_tova_of_all_heads_keeps_its_scores_through_padding(side, twins, device):
     check_padding(new(getattr(twins, side).baselines.tova, device, budget=3, block=2, per_head=False), device)
@@ -129,6 +131,7 @@ def check_padding(state, device):
     assert not torch.equal(state.score[1], before[1])
 
 
+@pytest.mark.property("state")
 @SIDES
 @pytest.mark.parametrize("how", ("steps", "block"))
 def test_tova_evicts_at_intervals_by_weights_that_vanish(side, how, twins, device):

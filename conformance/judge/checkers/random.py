@@ -16,11 +16,14 @@ from .. import block_model
 from ..compare import assert_dtype, assert_same
 from ..fields import field
 from ..subjects import Subject, aspects
-from ..variants import BLOCKS, variant
+from ..variants import BLOCKS, ONE, variant
 from . import blocks
 from .blocks import SMALL as SMALL
 
-VARIANTS = (*BLOCKS, variant("another-seed", {"seed": 7}, long=False))
+VARIANTS = (
+    *BLOCKS, variant("another-seed", {"seed": 7}, long=False),
+    variant("blocks-of-many-tokens", {"block_size": 150}, **ONE, prompt=145, steps=3, budget=20),
+)
 
 DEFAULTS = {"seed": 0, "block_size": 128, "scale": None}
 #: See the package.
