@@ -205,6 +205,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     chosen.required, chosen.methods = chosen.methods, chosen.methods or names
     chosen.jobs = chosen.jobs or default_jobs(chosen.device)
     chosen.watched = chosen.impl is not None and importlib.util.find_spec("xdist") is not None
+    if chosen.impl is not None and not chosen.watched:
+        print("note: without pytest-xdist, a call that ends its process ends this run", file=sys.stderr)
     job = MainJob()
     if chosen.impl is not None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
