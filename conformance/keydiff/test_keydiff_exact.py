@@ -248,7 +248,6 @@ def test_keys_of_very_different_sizes_have_directions(side, twins, device):
         assert_same(module.evict(case, key, 9).kept, best, what="kept")
 
 
-@pytest.mark.property("ties")
 def test_evicts_equal_keys_of_several_tiles_by_slot(side, twins, device):
     """60 of 700 keys are equal and most like the anchor. Of them, the lowest 20, 40 and 59 are evicted."""
     module = getattr(twins, side).keydiff

@@ -46,7 +46,6 @@ def test_longflow_takes_the_lowest_of_equal_tokens(side, twins, device):
     assert decode(**case, protected=mask(device, 7, 19)).slot.tolist() == [36]
 
 
-@pytest.mark.property("ties")
 @pytest.mark.parametrize(("heads", "group"), [(1, 5), (2, 3), (3, 4)])
 def test_longflow_ranks_equal_tokens_alike_in_the_last_slots(side, heads, group, twins, device):
     """The sum over heads must not depend on the slot. Each of 16 rows has two equal tokens, one in the last slots."""

@@ -214,6 +214,7 @@ def test_a_property_outside_of_the_capabilities_has_no_case():
 #: Functions that know no free slots.
 WITHOUT_MASKS = (
     "select_representatives", "cluster_heads", "quantize", "dequantize", "shrink", "pack", "unpack", "page_scores",
+    "budgets",
 )
 
 

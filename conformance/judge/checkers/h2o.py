@@ -14,7 +14,7 @@ from ...cases import block_cases, draws
 from ...cases.case import Case
 from .. import block_model
 from ..bounds import SLACK, UNIT, Arithmetic, Interval
-from ..variants import BLOCKS, INTERVALS, ONE, variant
+from ..variants import BLOCKS, CLASSES, INTERVALS, ONE, variant
 from . import blocks
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, received_error
@@ -26,6 +26,8 @@ DEFAULTS = {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale
 LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
 VARIANTS = (
     *BLOCKS, *INTERVALS,
+    variant("equal-scores", {"block_size": 10}, **CLASSES, budget=13, steps=3),
+    variant("equal-scores-at-intervals", {"interval": 4, "block_size": 9}, **CLASSES, budget=16, steps=9),
     variant("no-recent-tokens", {"recent": 0, "sinks": 2}, turns=((3, 2),)),
     *(variant(f"first-tokens-weigh-least-at-an-interval-of-{interval}", {"recent": 1, "sinks": 3, "interval": interval},
               content="first_unseen", budget=7, prompt=3, steps=15, turns=((8, 2),)) for interval in (1, 2)),
