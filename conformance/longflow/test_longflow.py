@@ -36,7 +36,7 @@ def test_longflow_decodes_as_float64_would(case, twins):
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
-@pytest.mark.property("accuracy")
+@pytest.mark.property("extreme_numbers")
 @pytest.mark.parametrize("slots", (299, 300))
 @pytest.mark.parametrize("content", ("ordinary", "extreme_1e4"))
 def test_longflow_carries_the_softmax_over_several_tiles(content, slots, twins, device):

@@ -92,7 +92,7 @@ def test_longflow_finds_a_free_slot_in_any_tile(slots, twins, device):
     judge.assert_decode_right(twins.optimized.longflow.decode_attention(**case.inputs), case)
 
 
-@pytest.mark.property("decisions")
+@pytest.mark.property("extreme_numbers")
 @given(case=decode_cases(content=("overflow_88",), slots=(24, None), occupancy=("full",), protect=("none", "newest")))
 @few
 def test_longflow_ranks_scores_that_underflow(case, twins):
