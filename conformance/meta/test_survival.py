@@ -27,7 +27,7 @@ NAME = "theirs.longflow.decode_attention"
 
 
 @pytest.mark.parametrize(("how", "says"), [
-    pytest.param("os.abort()", "ended its process: an abort, an exit or a signal", id="abort"),
+    pytest.param("os.abort()", "ended its process: an abort, an exit or a signal", id="abort", marks=pytest.mark.slow),
     pytest.param("os._exit(0)", "ended its process", id="exit", marks=pytest.mark.slow),
     pytest.param("ctypes.string_at(0)", "ended its process", id="signal", marks=pytest.mark.slow),
     pytest.param("sys.exit(3)", "calls sys.exit(3)", id="sys.exit", marks=pytest.mark.slow),
