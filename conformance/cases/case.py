@@ -149,8 +149,7 @@ class Case:
     def save(self, path: Path | str, subject: str | None = None, implementation: str | None = None) -> str:
         """Write the case, and the names of the judged function or state (`subjects.Subject`) and of the module that was
         judged, if they are given. Returns the command that replays it. The tensors of a case of more than MOST_SAVED
-        bytes are not written, but made again
-        from its seed, on a device of the same kind."""
+        bytes are not written, but made again from its seed, on a device of the same kind."""
         from safetensors.torch import save_file
 
         found = {name: tensor for name, tensor in self.tensors.items() if tensor is not None}

@@ -115,6 +115,7 @@ BLOCKS = (
     # Of one size, so that an implementation may launch their blocks together, each time more of them.
     variant("whole-prompts-of-many-blocks", {"block_size": 2}, prompt=67, steps=210, padding="none",
             turns=((1, 67), (69, 67), (138, 67)), served=True, whole=True),
+    variant("equal-scores", {"block_size": 10}, **CLASSES, budget=13, steps=3),
     variant("equal-keys-in-several-tiles", {"block_size": 3}, **ONE | {"group": 6}, content="two_keys", budget=36,
             prompt=45, steps=4),
 )

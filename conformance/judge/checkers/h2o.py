@@ -26,7 +26,6 @@ DEFAULTS = {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale
 LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
 VARIANTS = (
     *BLOCKS, *INTERVALS,
-    variant("equal-scores", {"block_size": 10}, **CLASSES, budget=13, steps=3),
     variant("equal-scores-at-intervals", {"interval": 4, "block_size": 9}, **CLASSES, budget=16, steps=9),
     variant("no-recent-tokens", {"recent": 0, "sinks": 2}, turns=((3, 2),)),
     *(variant(f"first-tokens-weigh-least-at-an-interval-of-{interval}", {"recent": 1, "sinks": 3, "interval": interval},

@@ -27,7 +27,8 @@ CASES = blocks.ATTEND_CASES
 DEFAULTS = {"per_head": True, "interval": 1, "block_size": 128, "scale": None}
 LAWS = h2o.LAWS[1:]
 VARIANTS = (
-    *BLOCKS, *INTERVALS,
+    # Of equal scores most of TOVA's choices are open: its bounds are wider than one unit in the last place.
+    *(one for one in BLOCKS if one.name != "equal-scores"), *INTERVALS,
     variant("heads-together", {"per_head": False}, turns=((3, 2),)),
     variant("heads-together-and-interval", {"per_head": False, "interval": 3}, padding="random", steps=11),
 )
