@@ -67,7 +67,8 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     if of_state and judged in ("accuracy", "decisions"):
         judged = "state"
     found["property"] = attribution.property_of(
-        tested, field, case, tested.module(twins.optimized), judged, type(error), of_state=of_state
+        tested, field, case, tested.module(twins.optimized), judged, type(error), of_state=of_state,
+        wrong=found.get("wrong"),
     )
     if attribution.fails(tested, field, case, tested.module(twins.reference), type(error)):
         found["checker"] = True

@@ -30,17 +30,19 @@ MANY, REGULAR = 4, 0.75
 #: What ordinary cases are judged for; and so many heads of all rows, and tokens, are many.
 CORE = ("accuracy", "decisions")
 MANY_HEADS, MANY_TOKENS = 16, 512
+#: A fault that depends on other rows shows in more of the rows of a case than this share.
+FEW_ROWS = 0.25
 
 
 def property_of(
     subject: Subject, name: str, case: Case, module: Any, own: str, error: type[BaseException] = compare.Mismatch, *,
-    of_state: bool = False,
+    of_state: bool = False, wrong: int | None = None,
 ) -> str:
     """The property of which field `name` of the subject is wrong in `case`. own: that of the test that found it.
 
     error: the type of the error that it raised. "accuracy" or "decisions" if ordinary cases raise it as well, or
     "state" if it is about what a state holds (`compare.Mismatch.of_state`), or "repeatability" if it is about inputs
-    that a call changed.
+    that a call changed. wrong: how many decisions of the case were wrong, None if it is not known.
     """
     base = "state" if of_state else "decisions" if name in subject.choices else "accuracy"
     base = "repeatability" if issubclass(error, ChangedInput) else base
@@ -65,8 +67,10 @@ def property_of(
         simpler = neutral(subject, case, one)
         found = failing(simpler, enough)
         if found >= enough and one == "independence" and own in CORE and name in subject.choices:
-            # What is chosen by the sum over heads depends on all heads, and on no other row.
-            return base if failing(dataclasses.replace(simpler, batch=1), 2) > 1 else one
+            # What is chosen by the sum over heads depends on all heads, and on no other row. One row of a few is right
+            # by chance if few of many rows are wrong.
+            few = wrong is not None and wrong <= FEW_ROWS * case.batch
+            return base if few or failing(dataclasses.replace(simpler, batch=1), 2) > 1 else one
         if found >= enough:
             return one
         if found and not ordinary:  # rare: other cases with this distinction are right
