@@ -27,6 +27,7 @@ DECODE = next(one for one in SIZED if str(one) == "longflow.decode_attention")
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
+    monkeypatch.setattr("kvtwin.conformance.cases.draws.shares_kernels", lambda: False)  # with any profile
     monkeypatch.setattr(served, "SIZES", ((3, 17), (2, 33)))
     monkeypatch.setattr(served, "MODELS", ((4, 2, 16), (3, 1, 24), (2, 2, 16)))
     for name, count in (("ROWS", 3), ("PROMPT", 9), ("STEPS", 4)):

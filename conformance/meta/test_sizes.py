@@ -33,13 +33,13 @@ def drawn(subject: subjects.Subject, declared: Capabilities = Capabilities()) ->
 
 @pytest.mark.parametrize("subject", SIZED, ids=str)
 def test_every_size_is_a_case(subject, monkeypatch):
-    monkeypatch.setattr("kvtwin.conformance.cases.strategies.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as on a CPU
     assert [stats.slots_of(case) for case in drawn(subject)] == list(sizes.SIZES)
     assert {case.group for case in drawn(subject)} == set(sizes.GROUPS)
 
 
 def test_sizes_that_are_not_declared_are_left_out(monkeypatch):
-    monkeypatch.setattr("kvtwin.conformance.cases.strategies.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as on a CPU
     declared = Capabilities(max_slots=300, slots_multiple_of=16, groups=(8,), kv_heads=(2,), head_dims=(64,))
     found = drawn(SIZED[[str(one) for one in SIZED].index("longflow.decode_attention")], declared)
     assert [case.slots for case in found] == [32, 48, 64, 80, 128, 144, 256, 272]
@@ -55,7 +55,7 @@ class WrongBeyond(longflow.Decode):
 
 
 def test_a_function_that_reads_2048_slots_is_wrong(monkeypatch):
-    monkeypatch.setattr("kvtwin.conformance.cases.strategies.default_device", lambda: torch.device("cpu"))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as on a CPU
     subject = next(one for one in SIZED if str(one) == "longflow.decode_attention")
     module = types.SimpleNamespace(decode_attention=WrongBeyond())
     wrong = []

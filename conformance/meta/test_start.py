@@ -65,11 +65,11 @@ def test_only_a_required_method_must_be_there(theirs):
         start.check(facade, ["longflow", "tova"], ["tova"])
 
 
-def test_the_command_names_its_own_option_and_exits_with_4(tmp_path, monkeypatch, capfd):
+def test_the_command_names_its_own_option_and_exits_with_4(tmp_path, monkeypatch, capfd, device):
     (tmp_path / "theirs_typo.py").write_text("class longflow:\n    def decode_attn(): pass\n")
     monkeypatch.chdir(tmp_path)
     for name, says in (("theirs_typo", "did you mean decode_attention"), ("no_such", "cannot import it")):
-        assert command.main(["longflow", f"--impl={name}", "--device=cpu", "-j1"]) == pytest.ExitCode.USAGE_ERROR
+        assert command.main(["longflow", f"--impl={name}", f"--device={device.type}", "-j1"]) == pytest.ExitCode.USAGE_ERROR
         said = capfd.readouterr().err
         assert says in said and "--impl" in said and "--kv-impl" not in said and "pytest'" not in said, said
         assert len(said.strip().splitlines()) == 1
@@ -137,7 +137,7 @@ def test_an_interrupted_run_leaves_the_earlier_report(pytester):
     assert earlier.read_text() == "earlier"
 
 
-def test_a_replay_judges_the_implementation_that_failed(tmp_path, monkeypatch, capsys):
+def test_a_replay_judges_the_implementation_that_failed(tmp_path, monkeypatch, capsys, device):
     from kvtwin.conformance.cases.case import DecodeCase
 
     wrong = RIGHT + (
@@ -148,17 +148,17 @@ def test_a_replay_judges_the_implementation_that_failed(tmp_path, monkeypatch, c
                                           f"exec({wrong!r}, vars(longflow))\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    case = DecodeCase(slots=3)
+    case = DecodeCase(slots=3, device=str(device))
     for name, status, says in (
-        ("replayed", 1, "replayed, f.safetensors: DecodeCase(slots=3)\n"),
+        ("replayed", 1, f"replayed, f.safetensors: {case}\n"),
         (None, 0, "kvtwin.optimized, f.safetensors: "),
     ):
         case.save("f.safetensors", "longflow.decode_attention", name)
-        assert cli.main(["replay", "f.safetensors", "--device=cpu"]) == status
+        assert cli.main(["replay", "f.safetensors", f"--device={device.type}"]) == status
         assert capsys.readouterr().out.startswith(says)
     case.save("f.safetensors", "longflow.decode_attention", "no_such")
     with pytest.raises(SystemExit) as caught:
-        cli.main(["replay", "f.safetensors", "--device=cpu"])
+        cli.main(["replay", "f.safetensors", f"--device={device.type}"])
     assert caught.value.code == 2
     assert "--impl no_such: cannot import it" in (said := capsys.readouterr().err)
     assert "f.safetensors was saved for it" in said
@@ -166,5 +166,5 @@ def test_a_replay_judges_the_implementation_that_failed(tmp_path, monkeypatch, c
     case.save("f.safetensors", "longflow.decode_attention", "kvtwin.reference")
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["replay", "f.safetensors", "--device=cpu"]) == 0
+    assert cli.main(["replay", "f.safetensors", f"--device={device.type}"]) == 0
     assert "saved by kvtwin 0.0, judged by " in capsys.readouterr().out
