@@ -73,7 +73,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "--jobs",
         type=int,
         metavar="N",
-        help=f"processes (default: one on a GPU, else as many as there are cores, up to {MOST_JOBS})",
+        help=f"processes (default: as many as there are cores, up to {MOST_JOBS})",
     )
     made.add_argument(
         "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples; "
@@ -100,13 +100,9 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     return made
 
 
-def default_jobs(device: str) -> int:
-    """How many processes: the interpreter keeps one core busy each; on a GPU they would compile the same kernels."""
+def default_jobs() -> int:
+    """How many processes: each keeps one core busy, on a GPU too, where most of the time goes into compiling."""
     if importlib.util.find_spec("xdist") is None:
-        return 1
-    import torch
-
-    if device != "cpu" and torch.cuda.is_available():
         return 1
     return min(MOST_JOBS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
@@ -203,7 +199,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     if not chosen.call_limit > 0:
         made.error(f"--call-limit must be more than 0 seconds, got {chosen.call_limit:g}")
     chosen.required, chosen.methods = chosen.methods, chosen.methods or names
-    chosen.jobs = chosen.jobs or default_jobs(chosen.device)
+    chosen.jobs = chosen.jobs or default_jobs()
     chosen.watched = chosen.impl is not None and importlib.util.find_spec("xdist") is not None
     if chosen.impl is not None and not chosen.watched:
         print("note: without pytest-xdist, a call that ends its process ends this run", file=sys.stderr)

@@ -69,7 +69,8 @@ def test_the_command_names_its_own_option_and_exits_with_4(tmp_path, monkeypatch
     (tmp_path / "theirs_typo.py").write_text("class longflow:\n    def decode_attn(): pass\n")
     monkeypatch.chdir(tmp_path)
     for name, says in (("theirs_typo", "did you mean decode_attention"), ("no_such", "cannot import it")):
-        assert command.main(["longflow", f"--impl={name}", f"--device={device.type}", "-j1"]) == pytest.ExitCode.USAGE_ERROR
+        asked = ["longflow", f"--impl={name}", f"--device={device.type}", "-j1"]
+        assert command.main(asked) == pytest.ExitCode.USAGE_ERROR
         said = capfd.readouterr().err
         assert says in said and "--impl" in said and "--kv-impl" not in said and "pytest'" not in said, said
         assert len(said.strip().splitlines()) == 1
