@@ -142,9 +142,9 @@ def attributes(state: Any) -> dict[str, Any]:
     on them.
     """
     computed = {"key", "value"} if checkers.lossy(state) else set()
-    public = {name for name in dir(state) if not name.startswith("_")} - computed
-    names = sorted(name for name in public if not inspect.ismethod(getattr(state, name)))
-    values = {name: value for name in names if not is_part(value := getattr(state, name))}
+    names = sorted(name for name in {*dir(state)} - computed if not name.startswith("_"))
+    found = {name: getattr(state, name) for name in names if hasattr(state, name)}  # another's may lack some
+    values = {name: value for name, value in found.items() if not inspect.ismethod(value) and not is_part(value)}
     hidden = ~state.occupied if state.occupied.dim() == 3 else ~state.occupied[:, None]
     for name in {"key", "value"} & values.keys():
         values[name] = values[name].masked_fill(hidden[..., None], 0)

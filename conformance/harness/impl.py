@@ -31,6 +31,7 @@ from .. import capabilities, discovery
 from ..capabilities import Capabilities
 from ..judge import stats
 from ..judge.fields import Missing
+from ..judge.lacking import absent, asked
 from . import naming, survival
 from .manners import observed
 
@@ -296,6 +297,26 @@ def _refusing(found: type, ours: type, methods: Sequence[str], supported: Capabi
         for method in methods if callable(getattr(found, method, None))
     }
     members["__init__"] = _judgeable(found.__init__, ours.__init__, supported, None, name)  # type: ignore[misc]
+    own = getattr(found, "__getattr__", None)
+
+    def fallback(self: Any, attribute: str) -> Any:
+        if own is None:
+            raise absent(self, attribute)
+        try:
+            value = own(self, attribute)
+        except AttributeError:
+            raise absent(self, attribute) from None
+        if value is None and asked(attribute, ours):
+            raise absent(self, attribute)
+        return value
+
+    def read(self: Any, attribute: str) -> Any:
+        value = found.__getattribute__(self, attribute)  # type: ignore[misc]
+        if value is None and asked(attribute, ours):
+            raise absent(self, attribute)
+        return value
+
+    members |= {"__getattr__": fallback, "__getattribute__": read}
     return type(found.__name__, (found,), {**members, "__module__": found.__module__})
 
 

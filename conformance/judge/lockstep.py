@@ -29,6 +29,7 @@ from ..cases.case import DecodeCase, StateTrace
 from . import bounds, checkers, host, stats
 from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within, fail, gathered
 from .fields import field
+from .lacking import Lacking
 from .oracle import upcast, upcast_all
 from .slot_order import InOrder
 from .unchanged import also, unchanged
@@ -261,6 +262,8 @@ def pair(
     device of the state under test. on_host: the lockstep takes tensors on the CPU, where the reference runs; those of
     `host.copied` reach the state under test as they were.
     """
+    from ..harness.impl import Method
+
     found = checkers.pair(method)
     reference = reference or found.reference
     assert found.config is not None
@@ -269,8 +272,10 @@ def pair(
     under_test, truth = getattr(tested, state)(options, **sizes), {**sizes, "dtype": torch.float64}
     if on_host:
         under_test, truth["device"] = host.OnHost(under_test, sizes["device"]), host.CPU
-    adapter = checkers.ask(method, "Adapter", Adapter)()
-    return Lockstep(under_test, getattr(reference, state)(options, **truth), adapter)
+    adapter, oracle = checkers.ask(method, "Adapter", Adapter)(), getattr(reference, state)(options, **truth)
+    if isinstance(tested, Method):  # kvtwin's own states lack nothing
+        under_test = Lacking(under_test, oracle)
+    return Lockstep(under_test, oracle, adapter)
 
 
 class Layers:

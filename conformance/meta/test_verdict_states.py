@@ -47,6 +47,22 @@ def test_a_right_state_is_right(judged):
     assert found.verdict == verdict.RIGHT
 
 
+def test_a_state_is_judged_on_what_it_has(judged):
+    keyword = "laws or lockstep or LongFlowState or test_longflow_exact"
+    found = judged("longflow", {"LongFlowState": longflow_states.NoneForScores}, keyword)
+    names = ("accuracy", "decisions", "free_slots", "repeatability", "state")
+    assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
+        run.shown(found)
+    )
+    assert not run.wrong(found) and list(found.missing) == ["NoneForScores: score"]
+    found = judged("longflow", {"LongFlowState": longflow_states.WithoutScores}, keyword)
+    assert not run.wrong(found) and found.properties["state"].verdict == verdict.RIGHT, run.shown(found)
+    assert found.properties["decisions"].verdict == verdict.NOT_COVERED
+    found = judged("longflow", {"LongFlowState": longflow_states.WithoutPositions}, keyword)
+    assert found.verdict == verdict.WRONG
+    assert "no attribute 'positions', which every state needs" in str(run.shown(found))
+
+
 def test_a_right_state_of_one_row_is_right(judged):
     found = judged("longflow", {"LongFlowState": longflow_states.OneRow}, "laws or lockstep or LongFlowState",
                    max_batch=1)  # fmt: skip

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -176,7 +176,33 @@ def judged(pair: Any) -> str:
     ]
     if others:
         lines.append(f"\nTests of its own, but no property, judge {', '.join(f'`{name}`' for name in others)}.")
+    if pair.state is not None:
+        lines.append(f"\n{attributes(pair)}")
     return "\n".join(lines) + "\n"
+
+
+def attributes(pair: Any) -> str:
+    """What a state of another package needs, and which tensors it may lack."""
+    import torch
+
+    from kvtwin.conformance.judge import checkers, lacking
+
+    state = pair.state(
+        checkers.small_config(pair, 8, {}), batch=1, query_heads=4, key_value_heads=2, head_dim=16, dtype=torch.float32,
+        device="cpu",
+    )
+    names = [name for name in dir(state) if not name.startswith("_")]
+    methods = [name for name in names if inspect.isfunction(inspect.getattr_static(pair.state, name, None))]
+    tensors = [name for name in names if isinstance(getattr(state, name), torch.Tensor) and name not in lacking.NEEDED]
+
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in names)
+
+    return (
+        f"A `{pair.state.__name__}` of another package needs {listed(lacking.NEEDED)}. It may lack the methods "
+        f"{listed(name for name in methods if name not in lacking.METHODS)}; and it may lack, or have `None` in place "
+        f"of, the tensors {listed(tensors)}. Tests that use them are *not provided* then."
+    )
 
 
 def readings(name: str) -> Iterator[str]:

@@ -28,6 +28,8 @@ def attention_weights(query: Tensor, key: Tensor, held: Tensor, scale: float) ->
 class LongFlow:
     """`LongFlowState`, right. Subclasses override one method."""
 
+    HELD: tuple[str, ...] = ("key", "value", "positions", "score", "next_slot", "_sinks_end")
+
     def __init__(
         self, config: Any, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int, dtype: torch.dtype,
         device: Any,
@@ -58,7 +60,7 @@ class LongFlow:
         self._clear()
 
     def reorder(self, index: Tensor) -> None:
-        for name in ("key", "value", "positions", "score", "next_slot", "_sinks_end"):
+        for name in self.HELD:
             setattr(self, name, getattr(self, name)[index])
 
     def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
@@ -154,6 +156,26 @@ class OneRow(LongFlow):
         super().__init__(config, batch=batch, **sizes)
 
 
+class NoneForScores(LongFlow):
+    """Right, with None for the scores."""
+
+    score: Any = property(lambda self: None, lambda self, value: None)
+    HELD = tuple(name for name in LongFlow.HELD if name != "score")
+
+
+class WithoutScores:
+    """Right, with no attribute for scores, keys and values, and no order of rows."""
+
+    def __init__(self, config: Any, **sizes: Any) -> None:
+        self._state = LongFlow(config, **sizes)
+
+    occupied = property(lambda self: self._state.occupied)
+    positions = property(lambda self: self._state.positions)
+    next_slot = property(lambda self: self._state.next_slot)
+    tokens_seen = property(lambda self: self._state.tokens_seen)
+    prefill, step, reset = LastSlotFirst.prefill, LastSlotFirst.step, LastSlotFirst.reset
+
+
 # Wrong ones -----------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +184,14 @@ class CountsOnAfterReset(LongFlow):
 
     def reset(self) -> None:
         self._clear()
+
+
+class WithoutPositions(WithoutScores):
+    """It does not say which tokens it holds."""
+
+    @property
+    def positions(self) -> Tensor:
+        raise AttributeError("positions")
 
 
 class IgnoresReorder(LongFlow):
