@@ -311,7 +311,7 @@ def _refusing(found: type, ours: type, methods: Sequence[str], supported: Capabi
         return value
 
     def read(self: Any, attribute: str) -> Any:
-        value = found.__getattribute__(self, attribute)  # type: ignore[misc]
+        value = found.__getattribute__(self, attribute)  # type: ignore[call-arg]
         if value is None and asked(attribute, ours):
             raise absent(self, attribute)
         return value
