@@ -73,7 +73,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "--jobs",
         type=int,
         metavar="N",
-        help=f"processes (default: as many as there are cores, up to {MOST_JOBS})",
+        help=f"processes (default: one per core, at most {MOST_JOBS})",
     )
     made.add_argument(
         "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples; "
@@ -87,11 +87,15 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
     made.add_argument(
         "--accuracy", action="store_true", help="with --impl: also let kvtwin's small model answer questions with it, "
-        "as kvtwin accuracy does, and add the result to the report"
+        "as in kvtwin accuracy"
     )
     made.add_argument(
         "--call-limit", type=float, default=survival.SECONDS, metavar="S",
         help="with --impl: longest time of a call (%(default)g)",
+    )
+    made.add_argument(
+        "--time-limit", type=float, default=survival.SECONDS_IN_ALL, metavar="S",
+        help="with --impl: judge what this time allows (%(default)g)",
     )
     made.add_argument("--xfails", type=Path, metavar="FILE", help="tests that are expected to fail, a line each")
     made.set_defaults(watched=False)
@@ -196,8 +200,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         made.error(f"no method {', '.join(map(repr, unknown))}; there are: {', '.join(names)}")
     if chosen.accuracy and chosen.impl is None:
         made.error("--accuracy needs --impl; kvtwin accuracy prints the stored results of kvtwin's own methods")
-    if not chosen.call_limit > 0:
-        made.error(f"--call-limit must be more than 0 seconds, got {chosen.call_limit:g}")
+    for name, limit in (("--call-limit", chosen.call_limit), ("--time-limit", chosen.time_limit)):
+        if not limit > 0:
+            made.error(f"{name} must be more than 0 seconds, got {limit:g}")
     chosen.required, chosen.methods = chosen.methods, chosen.methods or names
     chosen.jobs = chosen.jobs or default_jobs()
     chosen.watched = chosen.impl is not None and importlib.util.find_spec("xdist") is not None
@@ -206,7 +211,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     job = MainJob()
     if chosen.impl is not None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
-    with naming.typed("--impl"), survival.watching(chosen.call_limit) if chosen.watched else nullcontext():
+    limits = survival.watching(chosen.call_limit, chosen.time_limit) if chosen.watched else nullcontext()
+    with naming.typed("--impl"), limits:
         status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
     if chosen.accuracy and status not in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
         add_accuracy(chosen)

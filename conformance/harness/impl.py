@@ -268,6 +268,10 @@ def _judgeable(
         outside = capabilities.refusal(supported, _by_name(ours, args, kwargs))
         if outside is not None:
             _refused(f"{name}: {outside} (declared)")
+        late = survival.over()
+        if late is not None:
+            stats.noted(f"{name} is not called after {late}, the time of the run (--time-limit)")
+            raise NotProvided(f"{name} within {late} (--time-limit)")
         try:
             with observed(name), survival.watched(name):
                 returned = function(*args, **kwargs)

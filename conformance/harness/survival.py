@@ -12,6 +12,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,9 +23,10 @@ import pytest
 
 from ..judge.properties import SURVIVES
 
-#: The folder of the files, and the seconds that a call may take: set by the command, read by the workers.
-FOLDER, LIMIT = "KVTWIN_CALLS", "KVTWIN_CALL_LIMIT"
-SECONDS = 120.0
+#: The folder of the files, the seconds that a call and that all tests may take, and the time at which these are over:
+#: set by the command, read by the workers.
+FOLDER, LIMIT, TOTAL, END = "KVTWIN_CALLS", "KVTWIN_CALL_LIMIT", "KVTWIN_TIME_LIMIT", "KVTWIN_END"
+SECONDS, SECONDS_IN_ALL = 120.0, 1200.0
 #: A function may end so many processes, where a call that does not return counts as OF_A_LOOP; all functions so many.
 MOST_ENDS, OF_A_LOOP, MOST_RESTARTS = 12, 6, 64
 ENDS, LOOPS = "ends.txt", "did not return"
@@ -102,6 +104,12 @@ class Watch:
 
 
 _watch: list[Watch] = []
+
+
+def over() -> str | None:
+    """How long the run was to take, if this time is over: "1200 s"."""
+    end = os.environ.get(END)
+    return f"{float(os.environ[TOTAL]):g} s" if end is not None and time.time() > float(end) else None
 
 
 def start() -> Watch | None:
@@ -192,13 +200,15 @@ def folder() -> Path | None:
 
 
 @contextmanager
-def watching(limit: float) -> Iterator[None]:
-    """Inside the ``with`` block workers watch their calls."""
+def watching(limit: float, total: float) -> Iterator[None]:
+    """Inside the ``with`` block workers watch their calls. limit, total: seconds of a call, and of all tests."""
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="kvtwin-calls-", ignore_cleanup_errors=True) as made:
-        os.environ |= {FOLDER: made, LIMIT: str(limit)}
+        ours = {FOLDER: made, LIMIT: str(limit), TOTAL: str(total), END: str(time.time() + total)}
+        os.environ |= ours
         try:
             yield
         finally:
-            del os.environ[FOLDER], os.environ[LIMIT]
+            for name in ours:
+                del os.environ[name]

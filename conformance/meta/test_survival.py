@@ -58,6 +58,24 @@ def test_a_call_that_does_not_return_is_wrong_and_the_rest_is_judged(tmp_path, h
     assert again.returncode != 0, "the saved case must show it again"
 
 
+@pytest.mark.slow
+def test_a_slow_implementation_is_judged_for_a_time(tmp_path):
+    slow = MODULE.format(how="pass").replace("    return", "    time.sleep(0.2)\n    return")
+    (tmp_path / "theirs.py").write_text(f"import time\n{slow}")
+    ran = subprocess.run(
+        [sys.executable, "-m", "kvtwin", "verify", "longflow", "--impl=theirs", "--device=cpu", "-j1",
+         "--time-limit=25", "-k", "test_properties and decode_attention", "--report=found.json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+    )
+    assert ran.returncode == 6, ran.stdout + ran.stderr
+    report = json.loads((tmp_path / "found.json").read_text())
+    verdicts = {name: one["verdict"] for name, one in report["verdicts"]["longflow"].items()}
+    assert {"right", "not covered"} <= {*verdicts.values()} <= {"right", "not covered", "convention"}
+    (note,) = report["coverage"]["longflow"]["notes"]
+    assert note == f"{NAME} is not called after 25 s, the time of the run (--time-limit)"
+    assert f"{NAME} within 25 s (--time-limit)" in ran.stdout
+
+
 def test_an_end_counts_for_its_property_and_a_loop_for_several(tmp_path, monkeypatch, request):
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     watch = survival.Watch(tmp_path, 100.0)
