@@ -12,7 +12,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from . import turns
+from . import guarded, turns
 
 #: Names of layouts. Those in REPEATED repeat an axis (stride 0), so their contents are equal along it. "apart": values
 #: are a slice of a larger tensor, such as a fused projection, and everything else is contiguous.
@@ -22,6 +22,8 @@ LAYOUTS = (
 )
 REPEATED = {"repeat_rows": 0, "repeat_heads": 1, "repeat_slots": 2}
 
+#: Another layout: each tensor is contiguous, and ends where its memory ends (guarded.py).
+GUARDED = "guarded"
 #: Another layout: each tensor has one of its own, and no two masks, and no two others, have a stride in common.
 MIXED = "mixed"
 _OWN = {"query": "spread", "key": "sliced", "value": "channels_first", "occupied": "spread", "protected": "spread_by_3"}
@@ -50,6 +52,8 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     elif layout == "spread_by_3":
         room = _poisoned(tensor, [3 * size for size in tensor.shape])
         view = room[tuple(slice(0, 3 * size, 3) for size in tensor.shape)]
+    elif layout == GUARDED:
+        view = guarded.like(tensor)
     elif layout == "far":
         view = _far(tensor) if tensor.dim() > 3 else torch.empty_like(tensor)
     else:

@@ -54,11 +54,12 @@ def _locks(name: str, number: int) -> bool:
     return True
 
 
-def take_memory_of(device: torch.device) -> None:
-    """Take a turn of a GPU's memory: a GPU has one for each SHARE of its memory. The GPU is known by its UUID, since
-    CUDA_VISIBLE_DEVICES may renumber it."""
+def take_memory_of(device: torch.device, name: str = "memory", at_once: int | None = None) -> None:
+    """Take a turn of a GPU's memory: by default, a GPU has one for each SHARE of its memory. The GPU is known by its
+    UUID, since CUDA_VISIBLE_DEVICES may renumber it."""
     gpu = torch.cuda.get_device_properties(device)
-    take(f"memory-{getattr(gpu, 'uuid', device.index)}", at_once=max(1, gpu.total_memory // SHARE))
+    at_once = max(1, gpu.total_memory // SHARE) if at_once is None else at_once
+    take(f"{name}-{getattr(gpu, 'uuid', device.index)}", at_once)
 
 
 @contextmanager

@@ -5,16 +5,13 @@ Small cases have no second wave of programs, no hundredth split and no full grid
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 import torch
 
 from kvtwin.conformance import discovery
+from kvtwin.conformance.cases import turns
 from kvtwin.conformance.judge import checkers, fresh, repeats, served, subjects
 from kvtwin.conformance.judge.subjects import Results, StateSubject, check_each
 
@@ -44,17 +41,13 @@ def process(request: pytest.FixtureRequest) -> Iterator[fresh.Process]:
 
 
 @pytest.fixture(autouse=True)
-def _memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The next test finds the memory of the last one free. Of the processes that judge somebody else's implementation,
-    which may need many times as much as a kernel, one at a time runs such a test."""
-    turn: AbstractContextManager[Any] = nullcontext()
-    if request.config.getoption("kv_impl") is not None and "PYTEST_XDIST_WORKER" in os.environ:
-        turn = (tmp_path_factory.getbasetemp().parent / "served.lock").open("w")
-    with turn as file:
-        if file is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-        yield
-        torch.cuda.empty_cache()
+def _memory(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
+    """The next test finds the memory of the last one free. Somebody else's implementation may need many times as much
+    as a kernel: of the processes that judge it, one at a time runs such a test."""
+    if device.type == "cuda" and request.config.getoption("kv_impl") is not None:
+        turns.take_memory_of(torch.device("cuda", torch.cuda.current_device()), "served", 1)
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize(("subject", "aspect", "field"), [

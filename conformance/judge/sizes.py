@@ -12,6 +12,7 @@ from typing import Any
 from .. import capabilities
 from ..cases import draws, supported
 from ..cases.case import Case
+from ..cases.layouts import GUARDED
 from ..cases.strategies import DTYPES
 from .subjects import Subject
 
@@ -29,8 +30,8 @@ PARTS = {
 
 
 def cases(subject: Subject, data: Any) -> Iterator[Case]:
-    """A case of each size that the implementation declares, with ordinary contents in turn. On a GPU, all have the
-    dtype and the dimensions of one."""
+    """A case of each size that the implementation declares, with ordinary contents in turn. Every other one, but for
+    those in pages, ends where its memory ends. On a GPU, all have the dtype and the dimensions of one."""
     assert subject.sized is not None
     # Where one token dominates, the last one has no weight, and whether it was read does not show.
     contents = [one for one in subject.aspects["accuracy"].get("content", ()) if one != "dominant"]
@@ -49,8 +50,11 @@ def cases(subject: Subject, data: Any) -> Iterator[Case]:
         changes |= {"content": contents[number % len(contents)]} if contents else {}
         names = {one.name for one in dataclasses.fields(case)}
         changes |= {name: part(size) for name, part in PARTS.items() if name in names}
-        if "last_page" in names and capabilities.current().slots_multiple_of == 1:
+        in_pages = "last_page" in names
+        if in_pages and capabilities.current().slots_multiple_of == 1:
             changes |= {"last_page": "partial", subject.sized: size}
+        if number % 2 and not in_pages and getattr(case, "layout", "") == "contiguous":
+            changes["layout"] = GUARDED
         yield dataclasses.replace(case, **changes)
 
 
