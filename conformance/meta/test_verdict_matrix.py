@@ -29,7 +29,7 @@ from kvtwin.conformance.mutation.verdict_results import (
     WRONG,
     Row,
 )
-from kvtwin.conformance.mutation.verdict_server import ServerError
+from kvtwin.conformance.mutation.verdict_server import FOUND, Order, ServerError, taken
 
 MUTANTS = lists.load()
 NAMES = verdict_copies.names()
@@ -139,21 +139,21 @@ class FragileServer:
 
     def __init__(self, *_: Path, **__: object) -> None:
         FragileServer.started += 1
-        self.running: list[dict] = []
+        self.running: list[Order] = []
 
     def start(self) -> dict:
         return {"tests": 1, "seconds": 0.0}
 
-    def order(self, **what) -> None:
-        self.running.append(what)
+    def order(self, order: Order) -> None:
+        self.running.append(order)
 
     def answer(self) -> dict:
-        for what in self.running:
-            if "abort" in Path(what["implementation"], PACKAGE, "longflow.py").read_text():
+        for order in self.running:
+            if "abort" in Path(order.path, PACKAGE, "longflow.py").read_text():
                 raise ServerError("it ended")
-        what = self.running.pop(0)
-        Path(what["folder"], "result.json").write_text(json.dumps(found(verdict="right")))
-        return {"number": what["number"], "code": 0, "late": False, "seconds": 1.0, "cpu": 1.0}
+        order = self.running.pop(0)
+        Path(order.folder, FOUND).write_text(json.dumps(found(verdict="right")))
+        return {"key": order.key, "code": 0, "late": False, "seconds": 1.0, "cpu": 1.0}
 
     def close(self) -> None: ...
 
@@ -181,9 +181,7 @@ def test_a_mutant_that_ends_the_server_does_not_end_the_run(tmp_path, monkeypatc
     (-signal.SIGXCPU, False, BROKEN), (1, False, BROKEN),
 ])
 def test_a_run_that_crashes_is_told_from_one_that_ends_otherwise(code, late, status, tmp_path):
-    bench = Bench.__new__(Bench)
-    bench.root = tmp_path
-    result = bench._result({"number": 0, "code": code, "late": late, "seconds": 1.0})
+    result = taken(tmp_path, {"code": code, "late": late, "seconds": 1.0})
     subject = Subject("longflow", "optimized", mutant("m"))
     assert row_of_run(subject, result, sources="s", seconds=1.0, cpu=2.0).status == status
 
