@@ -21,8 +21,9 @@ from hypothesis.errors import UnsatisfiedAssumption
 from ...reference._validate_scales import FP8
 from .. import capabilities, discovery
 from ..cases import draws, failures, strategies, supported
-from ..cases.case import Case, StateTrace
+from ..cases.case import Case
 from ..cases.layouts import LAYOUTS
+from ..cases.state_trace import StateTrace
 from . import checkers, compare, fields, host, lockstep, pieces, stats
 from .fields import Apart
 from .unchanged import unchanged

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import lockstep
 
 pytestmark = pytest.mark.kind("equivalence")

@@ -7,8 +7,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import StateTrace, WindowCase
+from kvtwin.conformance.cases.case import WindowCase
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import snapkv as judge
