@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 
 
 @pytest.fixture
-def in_process(pytester: pytest.Pytester):
+def in_process(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
     """Run pytest on files that the test writes, with our part of the plugin active."""
 
     def run(*arguments: str, active: bool = True) -> pytest.RunResult:

@@ -19,7 +19,7 @@ import torch
 
 from kvtwin.conformance import __main__ as main_job
 from kvtwin.conformance import interpreter, plugin
-from kvtwin.conformance.harness import environment, results, suite, verdict
+from kvtwin.conformance.harness import environment, order, results, suite, verdict
 
 pytest_plugins = ["pytester"]
 
@@ -311,7 +311,7 @@ def test_update_golden_runs_the_recorder(pytester, in_process, monkeypatch):
     (12, [[4, 5], [9], [6, 7]], 2, [[4, 5, 6, 7], [9]]), (7, [[0, 2], [1, 3, 4]], 2, [[0, 2], [1, 3, 4]]),
 ])
 def test_processes_begin_with_groups_of_what_takes_longest(count, long, workers, begins):
-    ordered = suite.longest_first(list(range(count)), long, workers)
+    ordered = order.longest_first(list(range(count)), long, workers)
     assert sorted(ordered) == list(range(count))
     parts = []
     for left in range(workers, 0, -1):                                    # as pytest-xdist's worksteal does

@@ -207,9 +207,9 @@ def chosen(items: Sequence[pytest.Item], running: suite.Suite, order: Order) -> 
         found = next((number for number, name in enumerate(order.first) if is_of(test, name)), len(order.first))
         if not order.likely:
             return found, False, False
-        return found, item.stash[suite.FACTS]["judges"] != order.likely, item.get_closest_marker("served") is None
+        return found, item.stash[results.FACTS]["judges"] != order.likely, item.get_closest_marker("served") is None
 
-    own = [item for item in items if item.stash[suite.FACTS]["method"] == order.method]
+    own = [item for item in items if item.stash[results.FACTS]["method"] == order.method]
     return sorted(filter(running._is_declared, own), key=place)
 
 
