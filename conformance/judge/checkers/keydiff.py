@@ -23,8 +23,9 @@ from ..bounds import SLACK, UNIT, Interval
 from ..choices import Verdict, undecided
 from ..compare import assert_dtype, assert_same, assert_within, gathered
 from ..fields import field
+from ..fp8_subjects import Fp8Subject
 from ..oracle import oracle, upcast, upcast_all
-from ..subjects import Fp8Subject, Subject, aspects
+from ..subjects import Subject, aspects
 from ..ties import tie_classes
 from ..variants import BLOCKS, ONE, variant
 from . import blocks
