@@ -12,24 +12,23 @@ from typing import Any
 from . import interpreter
 from .capabilities import Capabilities
 from .cases.block_cases import AttendCase, attend_cases
-from .cases.case import Case, DecodeCase, StateTrace, WindowCase
+from .cases.case import Case, DecodeCase, WindowCase
 from .cases.flashinfer_traces import flashinfer_cases
 from .cases.in_pages import PagedDecodeCase, PagedFp8Case, paged_decode_cases, paged_fp8_cases
 from .cases.key_cases import KeyCase, key_cases
 from .cases.paged_view import PagedLayout, PagedView, paged_views
 from .cases.saved import load
+from .cases.state_trace import StateTrace
 from .cases.strategies import decode_cases, state_traces, window_cases
 from .harness.impl import Facade, NotProvided
 from .judge import lockstep as _lockstep
 from .judge import replay
 from .judge.bounds import Arithmetic, Interval, arithmetic, gamma, log_weight_error, output_error
+from .judge.choices import Verdict, assert_eviction_right, assert_kept_right
 from .judge.compare import (
     JudgeError,
     Mismatch,
-    Verdict,
     assert_dtype,
-    assert_eviction_right,
-    assert_kept_right,
     assert_same,
     assert_within,
 )

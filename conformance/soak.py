@@ -124,8 +124,8 @@ def over_seeds(test: Callable[..., Any], arguments: dict[str, Any], seeds: Itera
     """Run a test once per seed, each time with new statistics, as pytest does. Raises AssertionError."""
     core: Any = importlib.import_module("hypothesis.core")
 
+    from .harness.enough import check_decided
     from .harness.impl import NotProvided
-    from .harness.suite import check_decided
 
     before = core.global_force_seed
     try:

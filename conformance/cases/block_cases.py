@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..judge.oracle import Attention, attend
 from . import contents, supported
-from .case import Case, StateTrace
+from .case import Case
+from .state_trace import StateTrace
 from .strategies import GROUPS, TRIPLES, _common, _counts, _scales, contents_of
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "apart", "spread", "channels_first")

@@ -15,9 +15,6 @@ from .case import ABOUT, KINDS, Case
 
 def load(path: Path | str, device: str | None = None) -> Case:
     """Load a saved case to `device` (default: the CPU). ValueError, which names the file, for any other content."""
-    from ..judge import checkers
-
-    checkers.every()  # import them all: they may define further kinds
     try:
         return _loaded(path, device)
     except Exception as error:  # a field or a tensor may be of any kind
@@ -51,6 +48,9 @@ def _loaded(path: Path | str, device: str | None) -> Case:
 
 def from_description(fields: dict[str, Any]) -> Case:
     """The case that `Case.described` describes."""
+    from ..judge import checkers
+
+    checkers.every()  # import them all: they define most kinds
     fields = {**fields, "dtype": getattr(torch, fields["dtype"])}
     if "config" in fields:
         fields["config"] = tuple(

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from .. import discovery
 from ..judge import checkers
 from . import contents, draws, supported
-from .case import DecodeCase, StateTrace, WindowCase
+from .case import DecodeCase, WindowCase
 from .layouts import LAYOUTS
+from .state_trace import StateTrace
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 160, 256, 17, 24, 40, 200)

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.reference.blocks import BlockState

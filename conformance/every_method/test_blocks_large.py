@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtwin.conformance import compile_only, discovery
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.reference.blocks import BlockState
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases import supported
-from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.layouts import MIXED
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, subjects
 from kvtwin.conformance.judge.subjects import Subject
 

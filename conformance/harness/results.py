@@ -25,6 +25,8 @@ FAILED = ("failed", "error")
 KIND_OF_FILE = {"golden": "golden", "input": "bad_input", "claims": "claims", "laws": "laws"}
 #: The property that tests of a kind judge, if no marker says otherwise.
 PROPERTY_OF_KIND = {"golden": "traces", "bad_input": "bad_input"}
+#: In the stash of a test: what `classify` says of it.
+FACTS = pytest.StashKey[dict[str, Any]]()
 ATTRIBUTE = "kvtwin"  # the attribute of a test report with our data; pytest-xdist transfers it
 
 

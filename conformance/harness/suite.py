@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar
 
 import pytest
@@ -17,11 +16,13 @@ from ..cases import draws, failures, turns
 from ..interpreter import stack
 from ..judge import stats
 from ..judge.fields import MissingField
-from ..judge.properties import CORE
 from ..own_methods import MethodError
 from . import environment, findings, kernel_keys, naming, options, results, start, summary, survival, verdict
+from .enough import check_decided, dtypes_of, least_of
 from .impl import EnvironmentLimit, Facade, NotProvided, Twins, environment_limit, not_run
+from .order import put_in_order
 from .report import build_report, write_report
+from .results import FACTS
 
 MARKERS = (
     "kind(name): the kind of the test: equivalence, laws, claims, golden or bad_input",
@@ -48,21 +49,11 @@ WARNINGS = (
     # From torch, when a test is the first to import torch.compile's inductor.
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
 )
-VACUOUS = (
-    "vacuous: {decisive} of {total} decisions were decisive ({share:.0%}), expected at least half: this test would "
-    "accept wrong evictions (draw data whose scores differ by more than their bounds)"
-)
-IDLE = (
-    "vacuous: masks settled every decision in the cases that this test drew: it would accept any eviction (draw "
-    "configs that leave something to decide)"
-)
-UNDECIDED = "too few decisions: {decisive} of {total} were decisive in the cases that it supports"
 #: The exit statuses of pytest that a verdict on somebody else's implementation replaces.
 JUDGED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 #: The name of the JUnit property that holds the property that a test judges.
 JUNIT_PROPERTY = "kvtwin_property"
 STATS = pytest.StashKey[stats.Stats]()
-FACTS = pytest.StashKey[dict[str, Any]]()
 
 
 def _release_memory() -> None:
@@ -78,95 +69,6 @@ def _release_memory() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
     turns.give_back()
-
-
-#: The files with the longest tests: up to two minutes each on a GPU, mostly to compile kernels.
-LONGEST = (
-    "test_lockstep.py", "test_verdict_states.py", "test_verdict_patients.py", "test_interpreter_kernels.py",
-    "test_needle.py", "test_perf_headline.py", "test_packaging.py", "test_thinkv_paging.py", "test_longflow.py",
-    "test_longflow_scratch.py", "test_thinkv_golden.py", "test_snapkv_state.py", "test_repeatable.py",
-    "test_blocks_large.py", "test_thinkv_paging_state.py", "test_kivi_fragments.py", "test_kivi_scaled.py",
-    "test_longflow_pages.py", "test_keydiff_pages.py", "test_properties.py",
-)
-#: The methods whose kernels take longest to compile. Their long tests come before those of other methods.
-SLOWEST = ("longflow", "thinkv", "kivi")
-
-
-def longest_first(items: Sequence[Any], long: Sequence[Sequence[Any]], workers: int) -> list[Any]:
-    """Order the items so that each part that pytest-xdist first hands to one of the `workers` begins with whole groups
-    of `long` ones, as far as they fit into it.
-
-    Tests of a group share most kernels, which one process compiles once.
-    """
-    in_groups = {item for group in long for item in group}
-    others = [item for item in items if item not in in_groups]
-    ordered: list[Any] = []
-    for worker in range(workers):
-        size = (len(items) - len(ordered)) // (workers - worker)
-        first = [item for group in long[worker::workers] for item in group]
-        rest = max(0, size - len(first))
-        ordered += [*first, *others[:rest]]
-        others = others[rest:]
-    return [*ordered, *others]
-
-
-def _put_in_order(items: list[pytest.Item]) -> None:
-    """In a run of several processes, let each begin with long tests."""
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if workers == 1:
-        return
-    groups: dict[Any, list[pytest.Item]] = {}
-    for item in items:
-        if item.path.name in LONGEST:
-            groups.setdefault((item.path, item.stash[FACTS]["method"]), []).append(item)
-    long = sorted(groups.values(), key=lambda group: group[0].stash[FACTS]["method"] not in SLOWEST)
-    items[:] = longest_first(items, long, workers)
-
-
-#: So many decisive decisions are enough at served sizes. The scores of 100,000 tokens lie closer than their bounds, so
-#: that less than half of the decisions may be decisive; small cases have those.
-ENOUGH_SERVED = 1000
-
-
-def check_decided(
-    counted: stats.Stats, implementation: str | None, least_decisions: int = 0, *, served: bool = False
-) -> None:
-    """Raise if a passed test compared too few decisive decisions: vacuous for our side, not provided for --kv-impl.
-
-    least_decisions: what a verdict needs of a property's test, 0 of other tests. served: the sizes are.
-    """
-    if least_decisions and counted.asked and not counted.total and implementation is None:
-        pytest.fail(IDLE, pytrace=False)
-    if not counted.vacuous or (served and counted.decisive >= ENOUGH_SERVED):
-        return
-    if implementation is not None:
-        raise NotProvided(UNDECIDED.format(decisive=counted.decisive, total=counted.total))
-    share = counted.decisive / counted.total
-    pytest.fail(VACUOUS.format(decisive=counted.decisive, total=counted.total, share=share), pytrace=False)
-
-
-def _least(item: pytest.Item, implementation: str | None) -> tuple[int, int]:
-    """The least number of cases and of decisive decisions that a verdict needs of this test; 0 if it needs none.
-
-    A quick run of kvtwin's own implementation needs the cases of core properties alone, without those of laws about
-    free slots, which other tests judge as well."""
-    judged = item.stash[FACTS]["judges"]
-    if judged is None:
-        return 0, 0
-    cases, decisions = verdict.least(judged)
-    judged_elsewhere = judged == "free_slots" and item.stash[FACTS]["kind"] == "laws"
-    if implementation is None and (judged_elsewhere or judged not in CORE) and draws.is_quick():
-        cases = 0
-    return cases, decisions
-
-
-def _dtypes(item: pytest.Item, implementation: str | None) -> tuple[str, ...]:
-    """The dtypes in which a verdict needs this test to judge somebody else's implementation."""
-    if implementation is None or item.stash[FACTS]["judges"] not in CORE:
-        return ()
-    subject = getattr(getattr(item, "callspec", None), "params", {}).get("subject")
-    found: tuple[str, ...] = getattr(subject, "dtypes", capabilities.current().dtypes)
-    return found
 
 
 #: Python's garbage collector starts after so many new objects. The interpreter makes 700, the default, in 1 ms.
@@ -280,7 +182,7 @@ class Suite:
     ) -> Generator[None, Any, Any]:
         self._select(config, items)
         result = yield
-        _put_in_order(items)
+        put_in_order(items)
         return result
 
     def _select(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -345,7 +247,7 @@ class Suite:
                 raise
             raise EnvironmentLimit(limit) from None
         check_decided(
-            counted, self.implementation, _least(item, self.implementation)[1],
+            counted, self.implementation, least_of(item, self.implementation)[1],
             served=item.get_closest_marker("served") is not None,
         )
         return outcome
@@ -353,10 +255,10 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         test = pyfuncitem.obj
-        least = _least(pyfuncitem, self.implementation)
+        least = least_of(pyfuncitem, self.implementation)
         pyfuncitem.obj = functools.partial(
             turns.when_memory_is_free, stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least,
-            _dtypes(pyfuncitem, self.implementation),
+            dtypes_of(pyfuncitem, self.implementation),
         )
         try:
             with turns.between_examples(test, _release_memory):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import stats
 from .bounds import Interval
-from .compare import Verdict, _first
-from .mismatch import fail
+from .choices import Verdict
+from .mismatch import fail, first
 
 #: The most combinations of truncations that are tried. Beyond, rows are judged by `most` and `total` alone.
 MOST = 4096
@@ -65,7 +65,7 @@ def assert_budgets_right(
         fail(f"{what}: expected int64 of shape {tuple(truth.shape)}, got {budgets.dtype} of {tuple(budgets.shape)}")
     wrong = ~scored[:, None] & (budgets != truth)
     if bool(wrong.any()):
-        at = _first(wrong)
+        at = first(wrong)
         fail(f"{what}: at {at}, where no weight decides, expected {truth[at].item()}, got {budgets[at].item()}")
     exact = shares(Interval(reported.double(), reported.double()))
     own = Interval(*(total * end for end in exact))

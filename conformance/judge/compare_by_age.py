@@ -1,7 +1,7 @@
 """Comparator for block states: unprotected tokens are evicted by score, then protected ones by age. Takes all rows at
 once.
 
-compare.py defines right, decisive and adjudicated choices.
+choices.py defines right, decisive and adjudicated choices.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import compare, stats
+from . import stats
 from .bounds import Interval
-from .compare import Fail, Verdict, _first, _indices, check_partition, fail, fail_oracle
-from .mismatch import fail_choice, is_counting, message_of
+from .choices import Verdict, any_of_equals, check_partition, indices
+from .mismatch import Fail, fail, fail_choice, fail_oracle, first, is_counting, message_of
 
 
 def assert_kept_by_age_right(
@@ -30,7 +30,7 @@ def assert_kept_by_age_right(
     tie: like occupied.
     """
     index = torch.arange(occupied.shape[-1], device=occupied.device)
-    tie = index.expand(occupied.shape) if tie is None or compare.any_of_equals() else tie
+    tie = index.expand(occupied.shape) if tie is None or any_of_equals() else tie
     over_budget = occupied.sum(-1) > budget if over_budget is None else over_budget
     given = (occupied, protected, age, tie, *scores)
     expected, unprotected = truth, occupied & ~protected
@@ -45,7 +45,7 @@ def assert_kept_by_age_right(
         if bool(wrong.any()):
             counted = over_budget & (kept.sum(-1) == budget) & ~(kept & ~occupied).any(-1)
             counts = is_counting(raise_error) and not bool((wrong & ~counted).any())
-            at = _first(wrong)
+            at = first(wrong)
             row_occupied, row_protected, ages, ties, row_low, row_high = (tensor[at] for tensor in given)
             allowed = budget if bool(over_budget[at]) else int(row_occupied.sum())
             explain = partial(
@@ -112,18 +112,18 @@ def _explain(
     """Raise the error for one wrong row [S]."""
     count = int(occupied.sum())
     if count <= budget and bool((occupied & ~keep_mask).any()):
-        fail(f"{what}: slots {_indices(occupied & ~keep_mask)} are evicted, although the budget has room for them")
+        fail(f"{what}: slots {indices(occupied & ~keep_mask)} are evicted, although the budget has room for them")
     if int(keep_mask.sum()) != min(budget, count):
         fail(f"{what}: expected {budget} of {count} tokens to be kept, got {int(keep_mask.sum())}: "
-             f"{_indices(keep_mask)}")
+             f"{indices(keep_mask)}")
     protected, unprotected = protected & occupied, occupied & ~protected
     if int(protected.sum()) >= budget:
-        newest = _indices(_newest(age, protected, budget))
-        fail(f"{what}: the newest protected tokens must be kept: expected slots {newest}, got {_indices(keep_mask)}")
+        newest = indices(_newest(age, protected, budget))
+        fail(f"{what}: the newest protected tokens must be kept: expected slots {newest}, got {indices(keep_mask)}")
     if bool((protected & ~keep_mask).any()):
-        fail(f"{what}: protected slots {_indices(protected & ~keep_mask)} are evicted before unprotected ones")
+        fail(f"{what}: protected slots {indices(protected & ~keep_mask)} are evicted before unprotected ones")
     check_partition(
         (keep_mask & unprotected)[None], (unprotected & ~keep_mask)[None], Interval(low[None], high[None]), tie[None],
         lambda row: what, fail,
     )
-    fail(f"{what}: scores are not numbers, of tokens in slots {_indices(occupied)}")
+    fail(f"{what}: scores are not numbers, of tokens in slots {indices(occupied)}")

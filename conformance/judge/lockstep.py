@@ -25,9 +25,11 @@ from torch import Tensor
 
 from .. import capabilities
 from ..cases import paged_states
-from ..cases.case import DecodeCase, StateTrace
+from ..cases.case import DecodeCase
+from ..cases.state_trace import StateTrace
 from . import bounds, checkers, host, stats
-from .compare import Mismatch, Verdict, assert_dtype, assert_same, assert_within, fail, gathered
+from .choices import Verdict
+from .compare import Mismatch, assert_dtype, assert_same, assert_within, fail, gathered
 from .fields import field
 from .lacking import Lacking
 from .oracle import upcast, upcast_all

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NoReturn
 
+from torch import Tensor
+
 from ..cases import failures
 from . import stats
 
@@ -114,3 +116,17 @@ def fail_tie(message: str, raises: Fail, *, wrong: int = 1) -> NoReturn:
 def fail_oracle(message: str, *, wrong: int = 1) -> NoReturn:
     """Raise JudgeError: the oracle's own choice is wrong by the judge's bounds."""
     raise JudgeError(f"the judge contradicts itself: {message}")
+
+
+def first(mask: Tensor) -> tuple[int, ...]:
+    """The index of the first True."""
+    return tuple(mask.nonzero()[0].tolist())
+
+
+def unravel(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index in `shape` of an element by its number."""
+    place = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        place.append(at)
+    return tuple(reversed(place))

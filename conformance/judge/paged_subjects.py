@@ -10,7 +10,8 @@ from ...reference.contract import Pages
 from ..cases.contents import OCCUPANCIES, PROTECTIONS
 from ..cases.in_pages import PAGED, paged_decode_cases, paged_fp8_cases, with_pages
 from .fields import field
-from .subjects import EXTREME, TIED, Fp8Subject, Subject, aspects
+from .fp8_subjects import Fp8Subject
+from .subjects import EXTREME, TIED, Subject, aspects
 
 SCALES = ("key_scale", "value_scale")
 #: What a function may have besides `pages`, `scale` and SCALES.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..cases import failures
-from ..cases.case import Case, StateTrace
+from ..cases.case import Case
 from ..cases.load import FILLS, Load, filled, scattered
+from ..cases.state_trace import StateTrace
 from . import fresh, stats
 from .calls import copies, fields_of, returned
 from .compare import fail

@@ -14,6 +14,7 @@ from typing import Any
 from .. import capabilities
 from ..cases import case as cases
 from ..cases import saved
+from ..cases.state_trace import StateTrace
 from ..discovery import OPTIMIZED
 from ..progress import bar, say
 from . import calls, checkers, lockstep, subjects
@@ -59,7 +60,7 @@ def judged(case: cases.Case, side: Any) -> Iterator[str]:
 
     side: the implementation under test, like `twins.optimized`.
     """
-    if isinstance(case, cases.StateTrace):
+    if isinstance(case, StateTrace):
         summary = lockstep.run(case, checkers.module(side, checkers.pair(case.method)))
         yield f"lockstep of {case.method}: right, {summary}"
     for name, judge in checkers.every().items():

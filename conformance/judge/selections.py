@@ -1,7 +1,7 @@
 """Selections that lose nothing: some units of a cache are read in this step, and all of them stay for the next one.
 
 A unit is a token, a page, or anything else that has a score. An eviction is judged by what it keeps
-(`compare.assert_kept_right`), of equal tokens the last; a selection by what it reads, of equal units the first. All
+(`choices.assert_kept_right`), of equal tokens the last; a selection by what it reads, of equal units the first. All
 rows are judged at once, since a step selects for each query head.
 """
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import stats
 from .bounds import Interval
-from .compare import Verdict, _first, any_of_equals, clear_of
-from .mismatch import Fail, fail, fail_choice, fail_oracle, fail_tie
+from .choices import Verdict, any_of_equals, clear_of
+from .mismatch import Fail, fail, fail_choice, fail_oracle, fail_tie, first
 from .ties import members_chosen, rank_in_class
 
 
@@ -59,22 +59,22 @@ def _mask_of(selected: Tensor, candidates: Tensor, forced: Tensor, what: str, fa
     units, given = candidates.shape[-1], selected >= 0
     wrong = (selected < -1) | (selected >= units)
     if bool(wrong.any()):
-        at = _first(wrong)
+        at = first(wrong)
         fail(f"{what}: {selected[at].item()} at {at} is not in 0..{units - 1}, nor -1")
     wrong = given[..., 1:] & (selected[..., 1:] <= selected[..., :-1]) | given[..., 1:] & ~given[..., :-1]
     if bool(wrong.any()):
-        at = _first(wrong)[:-1]
+        at = first(wrong)[:-1]
         fail(f"{what}: row {at} does not ascend, or has -1 before an index: {selected[at].tolist()}")
     mask = torch.zeros(*candidates.shape[:-1], units + 1, dtype=torch.bool, device=selected.device)
     mask = mask.scatter(-1, selected.where(given, units), True)[..., :units]
     for wrong, why in ((mask & ~candidates, "is not a candidate"), (forced & ~mask, "must be selected")):
         if bool(wrong.any()):
-            at = _first(wrong)
+            at = first(wrong)
             fail(f"{what}: unit {at[-1]} of row {at[:-1]} {why}; selected: {selected[at[:-1]].tolist()}")
     most = candidates.sum(-1).clamp_max(selected.shape[-1])
     wrong = mask.sum(-1) != most
     if bool(wrong.any()):
-        at = _first(wrong)
+        at = first(wrong)
         fail(f"{what}: row {at} has {mask[at].sum().item()} units, expected {most[at].item()}")
     return mask
 
@@ -85,7 +85,7 @@ def _check(chosen: Tensor, scores: Interval, contested: Tensor, tie: Tensor, wha
     high = scores.high.masked_fill(~contested | ~chosen, torch.inf)        # of units that are
     wrong = low.amax(-1) > high.amin(-1)
     if bool(wrong.any()):
-        at = _first(wrong)
+        at = first(wrong)
         better, worse = int(low[at].argmax()), int(high[at].argmin())
         fail_choice(
             f"{what}: row {at} selects unit {worse}, whose score is in {_ends(scores, at, worse)}, "
@@ -94,7 +94,7 @@ def _check(chosen: Tensor, scores: Interval, contested: Tensor, tie: Tensor, wha
     rank = rank_in_class(tie, contested)
     late = contested & chosen & (rank >= members_chosen(tie, chosen & contested))
     if bool(late.any()):
-        at = _first(late)
+        at = first(late)
         fail_tie(
             f"{what}: row {at[:-1]} selects unit {at[-1]}, but not a lower one that scores the same by construction; "
             "the lower index must be selected first", fail, wrong=int(late.any(-1).sum())

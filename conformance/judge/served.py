@@ -21,7 +21,8 @@ from hypothesis.errors import Unsatisfiable
 from ...reference._validate_scales import FP8
 from .. import capabilities
 from ..cases import draws, strategies, supported
-from ..cases.case import Case, StateTrace
+from ..cases.case import Case
+from ..cases.state_trace import StateTrace
 from . import checkers, pieces, stats
 from .subjects import StateSubject, Subject
 

@@ -22,8 +22,8 @@ import torch
 
 from .. import capabilities, discovery
 from ..cases import strategies, supported
-from ..cases.case import StateTrace
 from ..cases.layouts import MIXED
+from ..cases.state_trace import StateTrace
 from . import checkers, lockstep, stats, whole
 
 #: A trace unless a variant says otherwise: rows of different ages, three KV heads, more tokens than a small budget.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import capabilities
-from ..cases.case import StateTrace
+from ..cases.state_trace import StateTrace
 from . import checkers, host, lockstep
 from .compare import assert_dtype, assert_same, assert_within
 from .fields import field

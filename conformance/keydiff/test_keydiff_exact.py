@@ -45,10 +45,6 @@ def kept(result) -> list[int]:
     return result.kept[0, 0].tolist()
 
 
-def dropped(result) -> list[int]:
-    return sorted(set(range(SLOTS)) - set(kept(result)))
-
-
 # Ties ----------------------------------------------------------------------------------------------------------------
 
 
@@ -267,41 +263,6 @@ def test_evicts_equal_keys_of_several_tiles_by_slot(side, twins, device):
 def assert_same_bits(one, other, what: str) -> None:
     for name, first, second in zip(("key", "value", "kept", "occupied"), one, other, strict=True):
         assert_same(second, first, what=f"{name}, {what}")
-
-
-@given(case=key_cases())
-@few
-def test_keydiff_is_bitwise_repeatable(case, side, twins):
-    module = getattr(twins, side).keydiff
-    assert_same(module.score(**case.score_inputs), module.score(**case.score_inputs), what="score, launched again")
-    assert_same_bits(module.evict(**case.inputs), module.evict(**case.inputs), "launched again")
-
-
-@given(case=key_cases(occupancy=("random", "left_padding"), content=("ordinary", "sizes"), layout=("contiguous",)))
-@few
-def test_contents_of_unoccupied_slots_have_no_effect(case, side, twins):
-    module = getattr(twins, side).keydiff
-    score, result = module.score(**case.score_inputs), module.evict(**case.inputs)
-    free, number = ~case.mask[..., None], 7e4 if case.poison == "nan" else NAN
-    if number == 7e4 and case.dtype == torch.float16:
-        number = 6e4
-    other = {"key": case.key.masked_fill(free, number), "value": case.value.masked_fill(free, number)}
-    again = module.score(**{**case.score_inputs, "key": other["key"]})
-    assert_same(again, score, what=f"score with {number} in free slots")
-    assert_same_bits(module.evict(**{**case.inputs, **other}), result, f"with {number} in free slots")
-
-
-@given(case=key_cases(content=("ordinary", "collinear"), layout=("contiguous",)).filter(lambda case: case.batch > 1))
-@few
-def test_rows_are_independent(case, side, twins):
-    module = getattr(twins, side).keydiff
-    score, result = module.score(**case.score_inputs), module.evict(**case.inputs)
-    key = case.key.clone()
-    key[1:] = NAN
-    again = module.score(**{**case.score_inputs, "key": key})
-    assert_same(again[:1], score[:1], what="score of the first row")
-    after = module.evict(**{**case.inputs, "key": key})
-    assert_same_bits([field[:1] for field in after], [field[:1] for field in result], "of the first row")
 
 
 @given(case=key_cases(content=("ordinary", "collinear", "zero_keys")))

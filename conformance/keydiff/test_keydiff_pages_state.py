@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.paged_states import (
     OWN_LAYOUTS,
     assert_only_own_slots_were_written,
@@ -24,6 +23,7 @@ from kvtwin.conformance.cases.paged_states import (
     name_of,
 )
 from kvtwin.conformance.cases.paged_view import PagedLayout
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import lockstep

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import decode_cases
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import longflow as judge

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.paged_states import (
     OWN_LAYOUTS,
     assert_only_own_slots_were_written,
@@ -24,6 +24,7 @@ from kvtwin.conformance.cases.paged_states import (
     name_of,
 )
 from kvtwin.conformance.cases.paged_view import LAYOUTS, PagedLayout, PagedView
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import bounds, lockstep

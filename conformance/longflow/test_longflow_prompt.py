@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.layouts import MIXED
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import bounds, lockstep
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.judge.oracle import attend

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import DECIDED, TRACE_CONTENTS, state_traces, window_cases
 from kvtwin.conformance.ranks import longflow as on_ranks
 from kvtwin.conformance.ranks import sharded, states

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import draws, key_cases, strategies, thought_cases
 from kvtwin.conformance.cases.key_cases import UNDECIDED
-from kvtwin.conformance.harness.suite import check_decided
+from kvtwin.conformance.harness.enough import check_decided
 from kvtwin.conformance.judge import stats, subjects
 
 pytest_plugins = ["pytester"]

@@ -11,11 +11,10 @@ from kvtwin.conformance.judge import bounds, stats
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.checkers.longflow import assert_decode_right, score_bound
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right, assert_score_right
+from kvtwin.conformance.judge.choices import assert_eviction_right, assert_kept_right
 from kvtwin.conformance.judge.compare import (
     JudgeError,
     Mismatch,
-    assert_eviction_right,
-    assert_kept_right,
     assert_same,
     assert_within,
 )

@@ -14,7 +14,7 @@ import torch
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.block_cases import sized
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep, stats
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import contents
 from kvtwin.conformance.cases.block_cases import AttendCase, sized
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep, stats
 from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.judge.checkers import blocks

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import budgets, lockstep, stats
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import Mismatch

@@ -11,7 +11,8 @@ import torch
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import case as cases
-from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, host, lockstep, stats, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.reference import longflow

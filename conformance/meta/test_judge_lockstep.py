@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.cases.case import KINDS, Case, StateTrace
+from kvtwin.conformance.cases.case import KINDS, Case
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep, stats
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.oracle import upcast

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import lockstep, stats
 from kvtwin.conformance.judge.checkers import raas
 from kvtwin.conformance.judge.compare import Mismatch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtwin.conformance import Capabilities, capabilities, discovery
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import DECIDED, state_traces
 from kvtwin.conformance.harness import results, verdict
 from kvtwin.conformance.judge import checkers, lockstep, stats

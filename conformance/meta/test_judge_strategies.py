@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from kvtwin.conformance import interpreter
 from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases import contents, draws, layouts, saved, strategies
-from kvtwin.conformance.cases.case import DecodeCase, StateTrace, WindowCase
+from kvtwin.conformance.cases.case import DecodeCase, WindowCase
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.checkers.longflow import assert_slot_right, rank_interval
 from kvtwin.conformance.judge.compare import Mismatch

@@ -7,16 +7,12 @@ import types
 import pytest
 import torch
 
-from kvtwin.conformance.cases.case import Case, DecodeCase, StateTrace, WindowCase
+from kvtwin.conformance.cases.case import Case, DecodeCase, WindowCase
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import lockstep, mismatch, stats
 from kvtwin.conformance.judge.bounds import Interval
-from kvtwin.conformance.judge.compare import (
-    JudgeError,
-    Mismatch,
-    assert_eviction_right,
-    assert_kept_right,
-    assert_within,
-)
+from kvtwin.conformance.judge.choices import assert_eviction_right, assert_kept_right
+from kvtwin.conformance.judge.compare import JudgeError, Mismatch, assert_within
 from kvtwin.conformance.judge.compare_by_age import assert_kept_by_age_right
 from kvtwin.conformance.judge.fields import field
 from kvtwin.conformance.judge.trace import follow

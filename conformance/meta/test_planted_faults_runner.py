@@ -28,9 +28,9 @@ def test_the_orders_are_those_of_the_names_and_seeds():
         ["cpu", "faults", "row-10", 3], ["cpu", "right", "snapkv loops", 3],
     ]  # fmt: skip
     fault, other = made[2], made[3]
-    assert (fault.method, fault.seed, fault.first) == ("longflow", 3, True)
+    assert (fault.method, fault.seed, fault.fits) == ("longflow", 3, ())
     assert fault.environ == {planting.NAME: "row-10", planting.SEED: "3"}
-    assert (other.method, other.first, other.environ) == ("snapkv", False, {})
+    assert (other.method, other.fits, other.environ) == ("snapkv", None, {})
     assert other.module.endswith(".right.loops")
     everything = power.orders([power.FAULTS, power.RIGHT], None, range(1, 3), "cuda")
     of_styles = sum(len(style.methods) for style in right.RIGHT.values())
@@ -120,20 +120,20 @@ def test_the_stored_counts_are_those_of_the_present_rows():
 
 
 FORKS = """
-import json, sys
-from kvtwin.conformance.mutation.verdict_forks import Order, run
+import json, os
+from kvtwin.conformance.mutation.power import run
+from kvtwin.conformance.mutation.verdict_server import Order
 
 IMPL = "kvtwin.conformance.meta.patients"
 planted = {"KVTWIN_PLANTED": "row-10", "KVTWIN_PLANTED_SEED": "1"}
 orders = [
-    Order("right", "streaming_llm", f"{IMPL}.right.in_numpy", 1, first=False),
-    Order("planted", "longflow", f"{IMPL}.planted", 1, planted),
-    Order("again", "longflow", f"{IMPL}.planted", 1, planted),
-    Order("another fault", "longflow", f"{IMPL}.planted", 1, {**planted, "KVTWIN_PLANTED": "element-10"}),
+    Order("right", "streaming_llm", f"{IMPL}.right.in_numpy", 1, fits=None),
+    Order("planted", "longflow", f"{IMPL}.planted", 1, environ=planted),
+    Order("again", "longflow", f"{IMPL}.planted", 1, environ=planted),
+    Order("another fault", "longflow", f"{IMPL}.planted", 1, environ={**planted, "KVTWIN_PLANTED": "element-10"}),
     Order("lacks a fault", "longflow", f"{IMPL}.planted", 1),
-    Order("aborts", "streaming_llm", "aborts", 1),
+    Order("aborts", "streaming_llm", "aborts", 1, path=os.getcwd()),
 ]
-sys.path.insert(0, ".")
 run(orders, device="cpu", jobs=2, done=lambda record: print("RECORD", json.dumps(record), flush=True))
 """
 ABORTS = """
@@ -161,7 +161,7 @@ def test_each_fork_has_its_own_implementation_and_may_die(tmp_path: Path):
     assert said["again"] == said["planted"] != said["another fault"]
     lacks, aborts = found["lacks a fault"], found["aborts"]
     assert lacks["verdict"] == aborts["verdict"] == "broken"
-    assert "KVTWIN_PLANTED must be" in lacks["message"] and aborts["message"].startswith("SIGABRT")
+    assert "KVTWIN_PLANTED must be" in lacks["message"] and aborts["message"].startswith("exit code -6")
 
 
 def test_the_page_has_every_row_with_its_interval():

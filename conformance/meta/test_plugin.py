@@ -1,4 +1,4 @@
-"""The plugin in separate runs: options, backend, skips and expected failures, vacuous tests, projects of other people.
+"""The plugin in separate runs: options, backend, vacuous tests, projects of other people.
 
 Runs that import the optimized side, or depend on the environment, are separate processes. The others run in this
 process, with the reference only and with this run's Hypothesis profile, which they would otherwise change.
@@ -16,27 +16,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import settings
 
 from kvtwin.conformance import __main__ as main_job
 from kvtwin.conformance import interpreter, plugin
-from kvtwin.conformance.harness import environment, options, results, suite, verdict
+from kvtwin.conformance.harness import environment, order, results, suite, verdict
 
 pytest_plugins = ["pytester"]
 
 PASSING = "def test_passes(twins): assert twins.reference.longflow.LongFlowConfig(budget=4).budget == 4"
-
-
-@pytest.fixture
-def in_process(pytester: pytest.Pytester):
-    """Run pytest on files that the test writes, with our part of the plugin active."""
-
-    def run(*arguments: str, active: bool = True) -> pytest.RunResult:
-        profile = ("--hypothesis-profile", settings.get_current_profile_name())
-        chosen = ("--kv-device", "auto") if active else ()
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *profile, *chosen, *arguments)
-
-    return run
 
 
 @pytest.fixture
@@ -236,90 +223,6 @@ def test_hypothesis_profile(pytester, monkeypatch, arguments, ci, profile):
     assert loaded == ([] if arguments else [profile])  # Hypothesis's own plugin loads the profile that its option names
 
 
-# --- skips and expected failures ---
-
-THREE = """
-def test_one(twins): pass
-def test_two(twins): assert False
-def test_three(twins): pass
-"""
-
-
-def test_skips_file(pytester, in_process):
-    pytester.makepyfile(THREE)
-    pytester.path.joinpath("skips.txt").write_text("# ours does not do this\n\n::test_two  # because\n")
-    result = in_process("--kv-skips", "skips.txt", "-rs")
-    result.assert_outcomes(passed=2, skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED*--kv-skips skips.txt:3*"])
-
-
-def test_xfails_file_and_an_expected_failure_that_passes(pytester, in_process):
-    pytester.makepyfile(THREE)
-    pytester.path.joinpath("xfails.txt").write_text("test_two\ntest_three\n")
-    result = in_process("--kv-xfails", "xfails.txt")
-    result.assert_outcomes(passed=1, xfailed=1, failed=1)
-    result.stdout.fnmatch_lines(["*XPASS(strict)*xfails.txt:2*"])
-
-
-@pytest.mark.parametrize("option", ["--kv-skips", "--kv-xfails"])
-def test_an_entry_that_matches_nothing_warns(pytester, in_process, option):
-    pytester.makepyfile(PASSING)
-    pytester.path.joinpath("list.txt").write_text("test_gone\n")
-    result = in_process(option, "list.txt")
-    result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines([f"*UnmatchedEntryWarning: {option} list.txt:1: 'test_gone' matches no test"])
-    strict = in_process(option, "list.txt", "-W", "error::kvtwin.conformance.harness.options.UnmatchedEntryWarning")
-    assert strict.ret == pytest.ExitCode.USAGE_ERROR
-
-
-def test_deselection_does_not_make_an_entry_match_nothing(pytester, in_process):
-    pytester.makepyfile(THREE)
-    pytester.path.joinpath("skips.txt").write_text("test_two\n")
-    result = in_process("--kv-skips", "skips.txt", "-k", "test_one")
-    result.assert_outcomes(passed=1, deselected=2)
-    result.stdout.no_fnmatch_line("*UnmatchedEntryWarning*")
-
-
-@pytest.mark.slow
-def test_a_large_list_is_read_at_once_and_its_warnings_are_few(pytester, in_process):
-    """Half a million entries, of which one matches: comparing each with each test would take minutes."""
-    pytester.makepyfile("import pytest\n@pytest.mark.parametrize('n', range(300))\ndef test_many(twins, n): pass")
-    lines = [f"{number:050}" for number in range(500_000)]
-    pytester.path.joinpath("skips.txt").write_text("\n".join([*lines, "test_many[7]", "x" * 1000]))
-    result = in_process("--kv-skips", "skips.txt")
-    result.assert_outcomes(passed=299, skipped=1)
-    assert sum("UnmatchedEntryWarning: " in line for line in result.stdout.lines) == 6
-    result.stdout.fnmatch_lines([
-        f"*--kv-skips skips.txt:1: '{0:050}' matches no test",
-        f"*499,996 more entries match no test, the last is --kv-skips skips.txt:500002: '{'x' * 200}...'",
-    ])
-
-
-@pytest.mark.parametrize("count", [0, 100])
-def test_entries_match_any_part_of_an_id(count):
-    """With few entries of a length, and with more than the id has characters."""
-    texts = ["test_a", "a.py::test", "[1]", "[2]", "file.py::test_a[1] ", "[1]"]
-    texts += [f"{number:03}" for number in range(count)]
-    entries = [options.Entry(text, str(number)) for number, text in enumerate(texts)]
-    found = {entry.where for entry in options.Entries(entries).matching("a.py::test_a[1]")}
-    assert found == {"0", "1", "2", "5"}
-
-
-def test_an_unreadable_list_is_a_usage_error(pytester, in_process):
-    pytester.makepyfile(PASSING)
-    result = in_process("--kv-skips", "nowhere.txt")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["*--kv-skips: cannot read *nowhere.txt*"])
-
-
-@pytest.mark.parametrize(("line", "text"), [("a # b", "a"), ("a[x#1]", "a[x#1]"), ("  a b ", "a b"), ("#", None)])
-def test_lines_of_a_list(tmp_path, line, text):
-    path = tmp_path / "list.txt"
-    path.write_text(line + "\n")
-    config = SimpleNamespace(getoption=lambda dest: str(path), invocation_params=SimpleNamespace(dir=tmp_path))
-    assert [entry.text for entry in options.read_entries(config, "kv_skips")] == ([] if text is None else [text])
-
-
 # --- vacuous tests ---
 
 RECORDED = """
@@ -408,7 +311,7 @@ def test_update_golden_runs_the_recorder(pytester, in_process, monkeypatch):
     (12, [[4, 5], [9], [6, 7]], 2, [[4, 5, 6, 7], [9]]), (7, [[0, 2], [1, 3, 4]], 2, [[0, 2], [1, 3, 4]]),
 ])
 def test_processes_begin_with_groups_of_what_takes_longest(count, long, workers, begins):
-    ordered = suite.longest_first(list(range(count)), long, workers)
+    ordered = order.longest_first(list(range(count)), long, workers)
     assert sorted(ordered) == list(range(count))
     parts = []
     for left in range(workers, 0, -1):                                    # as pytest-xdist's worksteal does

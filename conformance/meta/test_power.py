@@ -16,8 +16,9 @@ from scipy.stats import beta, binom
 from kvtwin.conformance import Capabilities, capabilities
 from kvtwin.conformance.cases import draws, supported
 from kvtwin.conformance.cases.block_cases import PositionsCase
-from kvtwin.conformance.cases.case import Case, DecodeCase, StateTrace
+from kvtwin.conformance.cases.case import Case, DecodeCase
 from kvtwin.conformance.cases.fp8_cases import Fp8Case
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.harness import impl, power, verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge import calls, compare, stats, subjects

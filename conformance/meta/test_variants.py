@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvtwin.conformance import Capabilities, capabilities, discovery
-from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases import saved
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import checkers, lockstep, stats, subjects, variants
 from kvtwin.conformance.judge.compare import Mismatch
@@ -107,7 +107,7 @@ def test_a_trace_that_decides_too_little_is_run_again_with_other_numbers(monkeyp
 def test_a_trace_with_turns_and_pages_is_saved_and_replayed(tmp_path):
     keydiff = pair("keydiff")
     trace = variants.trace_of(keydiff, named("pages-and-turns", "keydiff"), 3, CPU)
-    assert trace.turns and trace.pages and eval(repr(trace), vars(cases) | {"torch": torch}) == trace
+    assert trace.turns and trace.pages and eval(repr(trace), {"torch": torch, "StateTrace": StateTrace}) == trace
     trace.save(tmp_path / "case.safetensors")
     loaded = saved.load(tmp_path / "case.safetensors")
     assert repr(loaded) == repr(trace)
@@ -125,7 +125,7 @@ def test_a_turn_takes_the_place_of_its_steps(monkeypatch):
 
         monkeypatch.setattr(lockstep.Lockstep, name, called)
     h2o = pair("h2o")
-    lockstep.run(cases.StateTrace(
+    lockstep.run(StateTrace(
         method="h2o", config=(("budget", 4), ("block_size", 2)), prompt=3, steps=6, turns=((1, 3),),
     ), h2o.reference)
     assert calls == [("step", 1), ("append_block", 3), ("step", 1), ("step", 1)]

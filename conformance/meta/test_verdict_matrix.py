@@ -29,7 +29,7 @@ from kvtwin.conformance.mutation.verdict_results import (
     WRONG,
     Row,
 )
-from kvtwin.conformance.mutation.verdict_server import ServerError
+from kvtwin.conformance.mutation.verdict_server import FOUND, Order, ServerError, taken
 
 MUTANTS = lists.load()
 NAMES = verdict_copies.names()
@@ -139,21 +139,21 @@ class FragileServer:
 
     def __init__(self, *_: Path, **__: object) -> None:
         FragileServer.started += 1
-        self.running: list[dict] = []
+        self.running: list[Order] = []
 
     def start(self) -> dict:
         return {"tests": 1, "seconds": 0.0}
 
-    def order(self, **what) -> None:
-        self.running.append(what)
+    def order(self, order: Order) -> None:
+        self.running.append(order)
 
     def answer(self) -> dict:
-        for what in self.running:
-            if "abort" in Path(what["implementation"], PACKAGE, "longflow.py").read_text():
+        for order in self.running:
+            if "abort" in Path(order.path, PACKAGE, "longflow.py").read_text():
                 raise ServerError("it ended")
-        what = self.running.pop(0)
-        Path(what["folder"], "result.json").write_text(json.dumps(found(verdict="right")))
-        return {"number": what["number"], "code": 0, "late": False, "seconds": 1.0, "cpu": 1.0}
+        order = self.running.pop(0)
+        Path(order.folder, FOUND).write_text(json.dumps(found(verdict="right")))
+        return {"key": order.key, "code": 0, "late": False, "seconds": 1.0, "cpu": 1.0}
 
     def close(self) -> None: ...
 
@@ -181,71 +181,9 @@ def test_a_mutant_that_ends_the_server_does_not_end_the_run(tmp_path, monkeypatc
     (-signal.SIGXCPU, False, BROKEN), (1, False, BROKEN),
 ])
 def test_a_run_that_crashes_is_told_from_one_that_ends_otherwise(code, late, status, tmp_path):
-    bench = Bench.__new__(Bench)
-    bench.root = tmp_path
-    result = bench._result({"number": 0, "code": code, "late": late, "seconds": 1.0})
+    result = taken(tmp_path, {"code": code, "late": late, "seconds": 1.0})
     subject = Subject("longflow", "optimized", mutant("m"))
     assert row_of_run(subject, result, sources="s", seconds=1.0, cpu=2.0).status == status
-
-
-# Copies ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_copy_takes_from_kvtwin_what_lies_outside_of_its_side(tmp_path):
-    tree = mutate.here()
-    for side in verdict_copies.SIDES:
-        verdict_copies.copy(side, tree.folders[side], tmp_path / side)
-        package = tmp_path / side / PACKAGE
-        own = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
-        assert {"__init__.py", "baselines/h2o.py"} <= own and not any(name.startswith("hf/") for name in own)
-        for name in own:
-            up = "." * (name.count("/") + 2)  # one level above the package
-            text = (package / name).read_text(encoding="utf-8")
-            assert f"from {up}" not in text and '"kvtwin::' not in text, name
-    functions = (tmp_path / "optimized" / PACKAGE / "longflow" / "functions.py").read_text(encoding="utf-8")
-    assert "\nfrom kvtwin.reference." in functions and "\nfrom .._common." in functions
-
-
-def test_a_copy_of_the_reference_takes_the_classes_of_arguments_from_kvtwin():
-    source = "class AConfig:\n    a = 1\n\n\nclass A:\n    of = AConfig\n"
-    made = verdict_copies.rewritten(source, "reference/baselines/a.py")
-    assert made.index("from kvtwin.reference.baselines.a import AConfig\n") < made.index("class A:")
-    assert "from kvtwin.reference.b import Pages\n" in verdict_copies.rewritten(
-        "class Pages: ...\n", "reference/b/__init__.py"
-    )
-
-
-@pytest.mark.parametrize(("file", "killers", "why"), [
-    ("optimized/longflow/state.py", ("longflow/test_longflow.py::a",), None),
-    ("optimized/longflow/state.py", ("a/test_longflow_ranks.py::a", "test_x.py::b"), None),
-    ("optimized/longflow/state.py", ("a/test_longflow_ranks.py::a",), "several processes"),
-    ("reference/state.py", ("every_method/test_interruptions.py::a",), "interrupted"),
-    ("reference/hf/x.py", ("test_x.py::a",), "transformers"),
-    ("conformance/judge/x.py", ("test_x.py::a",), "the suite"),
-    ("key_norm/optimized.py", ("test_x.py::a",), "another package"),
-])
-def test_what_no_verdict_can_judge(file, killers, why):
-    one = Mutant("m", "longflow", file, (("a", "b"),), "", killers, "")
-    reason = verdict_copies.outside(one, "a = 1\n")
-    assert reason is None if why is None else why in str(reason)
-
-
-@pytest.mark.parametrize(("old", "why"), [("1", "class of an argument"), ("2", None)])
-def test_a_configuration_is_outside(old, why):
-    one = Mutant("m", "longflow", "reference/a.py", ((old, "3"),), "", ("test_x.py::a",), "")
-    reason = verdict_copies.outside(one, "class AConfig:\n    a = 1\n\n\nb = 2\n")
-    assert reason is None if why is None else why in str(reason)
-
-
-@pytest.mark.parametrize(("listed", "file", "killers", "method"), [
-    ("h2o", "optimized/_common/x.py", ("every_method/test_laws.py::a",), "h2o"),
-    ("h2o", "optimized/_common/x.py", ("a.py::a[h2o]", "a.py::a[vatp]"), "h2o"),
-    ("h2o", "optimized/_common/x.py", ("baselines/vatp/test_vatp.py::a",), "vatp"),
-    ("longflow", "optimized/baselines/snapkv.py", ("longflow/test_longflow.py::a",), "snapkv"),
-    ("pm_kvq", "optimized/baselines/kivi_ops.py", ("a.py::a[pm_kvq]",), "pm_kvq"),
-])
-def test_the_method_of_a_mutant(listed, file, killers, method):
-    assert verdict_copies.method_of(Mutant("m", listed, file, (), "", killers, ""), NAMES) == method
 
 
 # What is judged -------------------------------------------------------------------------------------------------------

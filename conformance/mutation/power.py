@@ -14,8 +14,10 @@ import argparse
 import json
 import platform
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 from ..harness import environment
 from ..meta.patients import right
 from ..progress import bar, say
-from .verdict_forks import Order, run
+from .verdict_server import Order, Server, taken
 
 STORED = Path(__file__).with_name("power.json")
 DEFAULT_RESULTS = Path("kvtwin-power.jsonl")
@@ -31,6 +33,8 @@ SCHEMA = 1
 RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
 PATIENTS = "kvtwin.conformance.meta.patients"
 FAULTS, RIGHT = "faults", "right"
+#: How many processes share a GPU's memory, for cases/turns.py.
+SHARED = "PYTEST_XDIST_WORKER_COUNT"
 
 
 def rows() -> dict[str, dict[str, tuple[str, str, str]]]:
@@ -58,12 +62,46 @@ def orders(kinds: Sequence[str], only: Sequence[str] | None, seeds: Iterable[int
         raise ValueError(f"no {', '.join(unknown)}; there are: {', '.join(names)}")
     return [
         Order(
-            key=json.dumps([device, kind, name, seed]), method=method, module=module, seed=seed, first=kind == FAULTS,
-            likely=shows, environ={planting.NAME: name, planting.SEED: str(seed)} if kind == FAULTS else {},
+            key=json.dumps([device, kind, name, seed]), method=method, module=module, seed=seed, likely=shows,
+            fits=() if kind == FAULTS else None,
+            environ={planting.NAME: name, planting.SEED: str(seed)} if kind == FAULTS else {},
         )
         for seed in seeds for kind, found in chosen.items() for name, (method, module, shows) in found.items()
         if not only or name in only
     ]
+
+
+def run(orders: Sequence[Order], *, device: str, jobs: int, done: Callable[[dict[str, Any]], None]) -> None:
+    """Make all verdicts, `jobs` at a time. device: "cpu" or "cuda". done: called with the record of each, in the order
+    in which they end. Raises StartError or ServerError."""
+    methods = list(dict.fromkeys(order.method for order in orders))
+    waiting, running = list(reversed(orders)), dict[int | str, Order]()
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtwin-verdicts-", ignore_cleanup_errors=True) as folder,
+        Server(Path(folder), device=device, methods=methods) as server,
+    ):
+        server.start()
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                order = waiting.pop()
+                place, environ = tempfile.mkdtemp(dir=folder), {SHARED: str(jobs), **order.environ}
+                running[order.key] = replace(order, folder=place, environ=environ)
+                server.order(running[order.key])
+            answer = server.answer()
+            order = running.pop(answer["key"])
+            done(record(order, taken(Path(order.folder), answer), answer["seconds"]))
+
+
+def record(order: Order, found: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The record of an order: `verdict` ("right", "wrong", "not covered", or "broken" if there is none), `property`,
+    `test` and `message` of the first failure, `tests` and `cases` until then, and `seconds`. found: as from `taken`."""
+    made = {"key": order.key, "seed": order.seed}
+    if "verdict" not in found:
+        return made | {"verdict": "broken", "message": next(iter(found.values()))}
+    first = {name: found["found"][0][name] for name in ("property", "test", "message")} if found["found"] else {}
+    return made | {
+        "verdict": found["verdict"], **first, "tests": found["touched"], "cases": found["judged"], "seconds": seconds,
+    }
 
 
 def read(path: Path) -> list[dict[str, Any]]:

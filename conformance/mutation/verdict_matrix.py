@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import random
 import shutil
 import sys
@@ -36,12 +35,14 @@ from .mutants import Mutant, MutantError, load
 from .mutate import Tree, here
 from .verdict_copies import Subject
 from .verdict_results import Row
-from .verdict_server import Server, ServerError, StartError
+from .verdict_server import Order, Server, ServerError, StartError, taken
 
 SECONDS = 600.0  # of one mutant
 #: Exceptions of a mutant that cannot run, which any test detects.
 CANNOT_RUN = ("ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 MOST_STARTS = 5  # of the server, without a result in between
+#: The files whose tests come first, after those that are likely to find a mutant.
+FIRST = tuple(f"every_method/{file}.py" for file in ("test_properties", "test_lockstep", "test_laws"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -169,7 +170,7 @@ class Bench:
                     while waiting and not self.run.over and len(running) < self._most(waiting, running, suspects):
                         number, subject = waiting.pop(0)
                         running[number] = subject
-                        server.order(**self._order(number, subject))
+                        server.order(self._order(number, subject))
                     answer = server.answer()
                 except ServerError as error:
                     self.close()
@@ -185,10 +186,10 @@ class Bench:
                     running.clear()
                     continue
                 self._starts = 1
-                subject = running.pop(answer["number"])
+                subject, found = running.pop(answer["key"]), taken(self._folder(answer["key"]), answer)
                 if answer["late"] and self.run.over and answer["seconds"] < self.run.seconds:
                     continue  # it ran out of the run's time, not of its own
-                yield self._row(subject, self._result(answer), answer["seconds"], answer["cpu"])
+                yield self._row(subject, found, answer["seconds"], answer["cpu"])
         finally:
             self.close()
 
@@ -200,8 +201,7 @@ class Bench:
         if self._server is None:
             self._starts += 1
             self._server = Server(
-                self.root / "kvtwin-copy", self.root / "server", seed=self.run.seed, profile=self.run.profile,
-                tests=self.tests,
+                self.root / "server", profile=self.run.profile, root=self.root / "kvtwin-copy", tests=self.tests,
             )
             ready = self._server.start()
             say(f"{ready['tests']} tests collected in {ready['seconds']:.0f} s", sys.stderr)
@@ -215,47 +215,32 @@ class Bench:
     def _folder(self, number: int) -> Path:
         return self.root / f"work-{number}"
 
-    def _order(self, number: int, subject: Subject) -> dict[str, Any]:
+    def _order(self, number: int, subject: Subject) -> Order:
         """Prepare the folder of a child. Returns the order for the server."""
-        folder, implementation = self._folder(number), self.root / subject.side
+        folder, path, mutant = self._folder(number), self.root / subject.side, subject.mutant
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         first: list[str] = []
-        if subject.mutant is not None:
-            implementation = folder / "implementation"
-            implementation.mkdir()
-            copies.mutated(
-                subject.mutant, self.tree.source(subject.mutant.file), self.root / subject.side, implementation
-            )
-            first = list(dict.fromkeys(filter(None, (self.run.hints.get(subject.name), *subject.mutant.killers))))
+        if mutant is not None:
+            path = folder / "implementation"
+            path.mkdir()
+            copies.mutated(mutant, self.tree.source(mutant.file), self.root / subject.side, path)
+            first = list(dict.fromkeys(filter(None, (self.run.hints.get(subject.name), *mutant.killers))))
         left = self.run.seconds
         if self.run.deadline is not None:
             left = min(left, max(1.0, self.run.deadline - time.monotonic()))
-        return {
-            "number": number, "implementation": str(implementation), "method": subject.method, "folder": str(folder),
-            "module": subject.module, "first": first, "seconds": left,
-            "fits": list(subject.mutant.fits) if subject.mutant is not None else [],
-        }
-
-    def _result(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """What a child wrote, or why it wrote nothing."""
-        folder = self._folder(answer["number"])
-        path, output = folder / "result.json", folder / "output.txt"
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if not found:
-            said = output.read_text(encoding="utf-8", errors="replace")[-300:] if output.is_file() else ""
-            ended = f"did not end within {answer['seconds']:.0f} s" if answer["late"] else f"exit code {answer['code']}"
-            crashed = not answer["late"] and -answer["code"] in results.CRASHES
-            found = {"crashed" if crashed else "broken": f"{ended}; {said.strip()}"}
-        shutil.rmtree(folder, ignore_errors=True)
-        return found
+        return Order(
+            number, subject.method, copies.PACKAGE, self.run.seed, path=str(path), mutated=subject.module,
+            folder=str(folder), first=[*first, *FIRST], fits=mutant.fits if mutant is not None else (), seconds=left,
+            wall=left,
+        )
 
     def _row(self, subject: Subject, found: Mapping[str, Any], seconds: float, cpu: float) -> Row:
         return row_of_run(subject, found, sources=self.run.sources, seconds=seconds, cpu=cpu)
 
 
 def row_of_run(subject: Subject, found: Mapping[str, Any], *, sources: str, seconds: float, cpu: float) -> Row:
-    """The row of a subject from what its run found (verdict_server.found_by)."""
+    """The row of a subject from what its run found (verdict_server.taken)."""
     mutant = subject.mutant
     facts: dict[str, Any] = {
         "name": subject.name, "method": subject.method, "side": subject.side, "sources": sources, "seconds": seconds,

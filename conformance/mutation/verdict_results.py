@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-import signal
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ STORED, REASONS = HERE / "verdict_matrix.json", HERE / "verdict_reasons.toml"
 SCHEMA = 1
 
 #: Statuses. wrong: found, under a property that fits; unfit: wrong under other properties alone; right and not covered:
-#: not found; crashed: a signal of `CRASHES` ended the run, as it ends a user's; broken: the run ended without a verdict
+#: not found; crashed: a signal ended the run, as it ends a user's; broken: the run ended without a verdict
 #: for another reason; outside: no verdict on a CPU can see what the mutant changes; valid: not found, and the mutant is
 #: a right implementation.
 WRONG, UNFIT, RIGHT, NOT_COVERED, BROKEN, OUTSIDE = "wrong", "unfit", "right", "not covered", "broken", "outside"
@@ -29,8 +28,6 @@ STATUSES = (WRONG, UNFIT, RIGHT, NOT_COVERED, CRASHED, BROKEN, VALID, OUTSIDE)
 #: What counts as judged, and what of it as found. An unchanged side that crashes is not right, which ends the command
 #: with an error.
 JUDGED, FOUND = (WRONG, UNFIT, RIGHT, NOT_COVERED, CRASHED, BROKEN), (WRONG, CRASHED)
-#: Signals that a process gets for what it does itself: an invalid access, a damaged heap, an invalid operation.
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 CONFIDENCE = 0.95
 
 

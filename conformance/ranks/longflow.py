@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ..cases.case import StateTrace, WindowCase
+from ..cases.case import WindowCase
 from ..cases.paged_states import module_of
 from ..cases.paged_view import PagedLayout
+from ..cases.state_trace import StateTrace
 from ..judge import lockstep
 from ..judge.checkers import snapkv as judge
 from . import sharded

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import discovery
-from ..cases.case import StateTrace
 from ..cases.draws import at_least
+from ..cases.state_trace import StateTrace
 from ..judge import checkers, lockstep
 from ..judge.compare import assert_same
 from . import sharded

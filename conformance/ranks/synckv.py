@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...reference.synckv.contract import HeadClusters
-from ..cases.case import StateTrace
+from ..cases.state_trace import StateTrace
 from ..judge import lockstep
 from ..judge.compare import assert_same
 from . import states

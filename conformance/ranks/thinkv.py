@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...reference.thinkv.types import Thought
-from ..cases.case import StateTrace
+from ..cases.state_trace import StateTrace
 from ..cases.thought_cases import SegmentCase
 from ..judge.checkers.thinkv_eviction import assert_representatives_right
 from ..judge.compare import assert_same

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import TRACE_CONTENTS, state_traces
 from kvtwin.conformance.ranks import states
 from kvtwin.conformance.ranks import synckv as on_ranks

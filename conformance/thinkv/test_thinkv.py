@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.bounds import UNIT

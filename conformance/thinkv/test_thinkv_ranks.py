@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import TRACE_CONTENTS, state_traces
 from kvtwin.conformance.cases.thought_cases import segment_cases
 from kvtwin.conformance.ranks import states

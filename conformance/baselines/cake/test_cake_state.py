@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import bounds, lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.conformance.cases.case import StateTrace
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import kivi as judge
 from kvtwin.conformance.judge.compare import assert_same

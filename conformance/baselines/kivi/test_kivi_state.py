@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.conformance.cases.case import DecodeCase, StateTrace
+from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.quantized_states import Kit, assert_same_codes
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
 

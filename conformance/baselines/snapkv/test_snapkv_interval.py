@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized.baselines import snapkv as optimized

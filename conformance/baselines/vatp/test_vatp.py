@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.block_cases import sized
-from kvtwin.conformance.cases.case import StateTrace
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.judge import lockstep
 

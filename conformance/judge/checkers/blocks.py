@@ -25,11 +25,13 @@ from ...cases.contents import OCCUPANCIES
 from ...cases.fp8_cases import Fp8AttendCase, fp8_attend_cases, fp8_variants
 from .. import bounds, lockstep
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
-from ..compare import Verdict, assert_dtype, assert_same, assert_within, fail
+from ..choices import Verdict
+from ..compare import assert_dtype, assert_same, assert_within, fail
 from ..compare_by_age import assert_kept_by_age_right
 from ..fields import field
+from ..fp8_subjects import Fp8Subject
 from ..oracle import Attention, attend, oracle, upcast_all
-from ..subjects import EXTREME, Fp8Subject, Subject, aspects
+from ..subjects import EXTREME, Subject, aspects
 from ..ties import tie_classes
 
 #: The cases of a method with an `attend`: see the package.

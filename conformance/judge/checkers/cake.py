@@ -25,7 +25,8 @@ from ...cases.strategies import WINDOW_LAYOUTS, window_cases
 from .. import bounds, lockstep, recorded
 from ..bounds import Interval
 from ..budgets import assert_budgets_right
-from ..compare import Verdict, assert_dtype, assert_kept_right, assert_same, assert_within, fail
+from ..choices import Verdict, assert_kept_right
+from ..compare import assert_dtype, assert_same, assert_within, fail
 from ..fields import field
 from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties

@@ -14,7 +14,8 @@ from ...cases import draws, tiny
 from ...cases.case import DecodeCase
 from .. import lockstep
 from ..bounds import Interval
-from ..compare import Verdict, assert_dtype, assert_eviction_right, assert_kept_right, assert_same, fail
+from ..choices import Verdict, assert_eviction_right, assert_kept_right
+from ..compare import assert_dtype, assert_same, fail
 from ..fields import field
 from ..variants import ONE, variant
 from . import epikv_hybrids, epikv_scores

@@ -18,12 +18,14 @@ from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
 from ...cases.in_pages import PAGED, PagedKeyCase, paged_fp8_key_cases, paged_key_cases, with_pages
 from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, fp8_key_cases, key_cases
-from .. import compare, recorded
+from .. import choices, recorded
 from ..bounds import SLACK, UNIT, Interval
-from ..compare import Verdict, assert_dtype, assert_same, assert_within, gathered, undecided
+from ..choices import Verdict, undecided
+from ..compare import assert_dtype, assert_same, assert_within, gathered
 from ..fields import field
+from ..fp8_subjects import Fp8Subject
 from ..oracle import oracle, upcast, upcast_all
-from ..subjects import Fp8Subject, Subject, aspects
+from ..subjects import Subject, aspects
 from ..ties import tie_classes
 from ..variants import BLOCKS, ONE, variant
 from . import blocks
@@ -130,7 +132,7 @@ def assert_pairwise_right(actual: Tensor, case: KeyCase) -> float:
 def assert_kept_right(kept: Tensor, case: KeyCase) -> Verdict:
     """kept: the slots [B, Hkv, N] of an eviction with the case's inputs."""
     mask = case.mask
-    return compare.assert_kept_right(
+    return choices.assert_kept_right(
         kept, oracle(keydiff.evict, case).kept, rank_interval(case), occupied=mask,
         protected=case.protected_or_recent, window=0, tie=equal_keys(case.key, mask),
     )

@@ -16,7 +16,8 @@ from ....reference.baselines.pm_kvq import dequantize, quantize, shrink
 from ...cases import tiny
 from ...cases.group_cases import PM_KVQ_EXTREME, PMKVQCase, PMKVQCodesCase, pm_kvq_cases
 from ..bounds import FLUSH, SLACK, UNIT
-from ..compare import Verdict, fail
+from ..choices import Verdict
+from ..compare import fail
 from ..fields import field
 from ..subjects import Subject
 from ..variants import variant

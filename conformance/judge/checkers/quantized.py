@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import lockstep, reconstructed
-from ..compare import Mismatch, Verdict, assert_dtype, assert_same
+from ..choices import Verdict
+from ..compare import Mismatch, assert_dtype, assert_same
 
 
 class Read(NamedTuple):

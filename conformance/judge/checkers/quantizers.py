@@ -17,7 +17,8 @@ from torch import Tensor
 from ...cases.group_cases import LAYOUTS, ORDINARY, TIED, Coded, GroupCase
 from .. import stats
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, gamma
-from ..compare import any_of_equals, assert_dtype, assert_same, assert_within, fail
+from ..choices import any_of_equals
+from ..compare import assert_dtype, assert_same, assert_within, fail
 from ..fields import Missing, field
 from ..mismatch import fail_choice, fail_tie
 from ..reconstructed import group_error

@@ -19,7 +19,8 @@ from ...cases.case import DecodeCase
 from ...cases.page_cases import KeyPagesCase, PageBoundsCase, RankedPagesCase
 from .. import bounds, lockstep
 from ..bounds import FLUSH, SLACK, TINY, UNITS, Interval, arithmetic, gamma
-from ..compare import Verdict, assert_dtype, assert_same, assert_within, undecided
+from ..choices import Verdict, undecided
+from ..compare import assert_dtype, assert_same, assert_within
 from ..fields import field
 from ..oracle import upcast_all
 from ..selections import assert_selected_right

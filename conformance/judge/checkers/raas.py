@@ -13,7 +13,8 @@ from torch import Tensor
 from ...cases import draws
 from .. import block_model
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Interval, gamma, log_weight_error
-from ..compare import Verdict, fail
+from ..choices import Verdict
+from ..compare import fail
 from ..compare_by_age import assert_kept_by_age_right
 from ..fields import field
 from ..mismatch import JudgeError

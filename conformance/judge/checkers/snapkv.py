@@ -18,9 +18,10 @@ from ...cases import draws
 from ...cases.block_cases import AttendCase
 from ...cases.case import Case, WindowCase
 from ...cases.strategies import WINDOW_LAYOUTS, window_cases
-from .. import block_model, compare, recorded
+from .. import block_model, choices, recorded
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
-from ..compare import Verdict, assert_dtype, assert_same, assert_within, gathered, undecided
+from ..choices import Verdict, undecided
+from ..compare import assert_dtype, assert_same, assert_within, gathered
 from ..fields import field
 from ..oracle import Attention, upcast_all
 from ..subjects import Subject, aspects
@@ -156,7 +157,7 @@ def assert_kept_right(
     if not shared_heads:
         occupied = occupied[:, None].expand(tie.shape)
         protected = None if protected is None else protected[:, None].expand(tie.shape)
-    return compare.assert_kept_right(
+    return choices.assert_kept_right(
         kept, truth, score_interval(case, shared_heads=shared_heads, allowed=allowed),
         occupied=occupied, protected=protected, window=case.observers, tie=tie, what=what,
     )

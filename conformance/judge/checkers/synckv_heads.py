@@ -31,7 +31,8 @@ from ...cases.synckv_cases import (
     weights_cases,
 )
 from .. import stats
-from ..compare import any_of_equals, assert_dtype, assert_within, fail
+from ..choices import any_of_equals
+from ..compare import assert_dtype, assert_within, fail
 from ..fields import Missing, field
 from ..subjects import Subject, aspects
 

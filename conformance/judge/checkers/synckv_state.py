@@ -16,7 +16,8 @@ from ....reference.synckv.sets import split_budget
 from ...cases.case import DecodeCase
 from ...cases.synckv_cases import RATIOS, SetsCase
 from .. import bounds, lockstep
-from ..compare import Verdict, assert_same, fail
+from ..choices import Verdict
+from ..compare import assert_same, fail
 from ..selections import assert_selected_right
 from ..ties import tie_classes
 from ..variants import variant

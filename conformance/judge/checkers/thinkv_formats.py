@@ -30,7 +30,8 @@ from ...cases.format_cases import (
 )
 from .. import stats
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, gamma
-from ..compare import any_of_equals, assert_dtype, assert_same, fail
+from ..choices import any_of_equals
+from ..compare import assert_dtype, assert_same, fail
 from ..fields import Missing, field
 from ..mismatch import fail_choice, fail_tie
 from ..subjects import Subject, aspects

@@ -23,7 +23,8 @@ from ....reference.thinkv.paging import in_order
 from ...cases import draws
 from ...cases.layouts import MIXED
 from .. import host, lockstep
-from ..compare import Verdict, assert_same, fail
+from ..choices import Verdict
+from ..compare import assert_same, fail
 from ..variants import LONG_PROMPT, LONG_PROMPT_PADDINGS, ONE, variant
 from . import thinkv_paging
 from .thinkv_eviction import assert_representatives_right
