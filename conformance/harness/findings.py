@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ..judge.properties import SURVIVES
-from . import survival
+from . import survival, wording
 from .impl import Twins, environment_limit
 
 PACKAGE = __package__.removesuffix(".harness")
@@ -44,7 +44,8 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     found["replay"] = found["replay"] or rerun(item)
     of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
     if of_bound is not None and dtype is not None:
-        found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case)}
+        found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case),
+                  "unbounded": getattr(error, "unbounded", None)}
     if isinstance(error, survival.EndsCall):
         return found
     if judged is None or case is None or tested is None:
@@ -106,6 +107,6 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def _first_lines(error: BaseException, most: int = 4) -> str:
-    """The message without the command that replays the case."""
-    lines = [line for line in str(error).splitlines() if "replay: kvtwin" not in line]
-    return "\n".join(lines[:most]) or type(error).__name__
+    """The message without the command that replays the case, and with the class of an error that no judge raises."""
+    lines = [line for line in wording.plainly(error, FOLDER).splitlines() if "replay: kvtwin" not in line]
+    return "\n".join(lines[:most])

@@ -20,7 +20,7 @@ from .verdict import Judgement, MethodVerdict
 # Increase it when a key is removed or changes its meaning; new keys do not change it. report.schema.json has it too.
 SCHEMA_VERSION = 2
 #: Of the first finding of a wrong property.
-FINDING = ("test", "subject", "field", "dtype", "error", "message", "of_bound", "case", "replay")
+FINDING = ("test", "subject", "field", "dtype", "error", "message", "of_bound", "unbounded", "case", "replay")
 NOT_PROVIDED = "not provided: "
 
 
@@ -118,6 +118,7 @@ def _judgement(found: Judgement) -> dict[str, Any]:
         "follows": found.follows,
         "expected": found.expected,
         "findings": len(found.findings),
+        "checker": found.blames_us,
         **{key: first.get(key) for key in FINDING},
     }
 

@@ -254,7 +254,7 @@ def test_the_table_has_at_most_31_lines():
     found = judged(*wrong, *missing, result(None, "failed"), head_dims=(64,), ties="any")["longflow"]
     lines = list(verdict_table.lines(found, "theirs"))
     assert len(lines) <= 31
-    shown = "  cases: float32 11, float16 11, bfloat16 11; up to 40 slots; 66 rows; 1 layouts"
+    shown = "  cases: float32 11, float16 11, bfloat16 11; up to 40 slots; 66 rows; 1 layout"
     assert shown in [text for text, _ in lines]
     names = ["theirs.39" in "\n".join(text for text, _ in verdict_table.lines(found, "theirs", verbose=verbose))
              for verbose in (False, True)]
