@@ -24,7 +24,7 @@ from ..judge.properties import SURVIVES
 
 #: The folder of the files, and the seconds that a call may take: set by the command, read by the workers.
 FOLDER, LIMIT = "KVTWIN_CALLS", "KVTWIN_CALL_LIMIT"
-SECONDS = 120.0
+SECONDS, MOST_SECONDS = 120.0, 86_400.0  # by default, and at most
 #: A function may end so many processes, where a call that does not return counts as OF_A_LOOP; all functions so many.
 MOST_ENDS, OF_A_LOOP, MOST_RESTARTS = 12, 6, 64
 ENDS, LOOPS = "ends.txt", "did not return"

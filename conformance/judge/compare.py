@@ -25,13 +25,12 @@ from ...reference._validate_scales import FP8
 from .. import capabilities
 from . import stats
 from .bounds import Interval
-from .mismatch import UNBOUNDED
+from .mismatch import UNBOUNDED, fail_choice, fail_tie
 from .mismatch import Fail as Fail
 from .mismatch import JudgeError as JudgeError
 from .mismatch import Mismatch as Mismatch
 from .mismatch import WrongTie as WrongTie
 from .mismatch import fail as fail
-from .mismatch import fail_choice, fail_tie
 from .mismatch import fail_oracle as fail_oracle
 from .ties import members_chosen, rank_in_class
 

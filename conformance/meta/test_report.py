@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from kvtwin.conformance import ledger
-from kvtwin.conformance.harness import report as reports
 from kvtwin.conformance.harness import page as pages
+from kvtwin.conformance.harness import report as reports
 from kvtwin.conformance.harness import results, verdict
 from kvtwin.conformance.harness.page import page, plots
 from kvtwin.conformance.judge.mismatch import UNBOUNDED

@@ -188,8 +188,8 @@ def _rows_plot(title: str, rows: Mapping[str, Mapping[str, Error]], caption: str
     if not rows:
         return ""
     every = [error for row in rows.values() for error in row.values()]
-    largest = max((_drawn(used) for used, name in every if not name), default=1.0)
-    right = RIGHT - BESIDE if any(name for _, name in every) else RIGHT
+    largest = max((_drawn(used) for used, why in every if not why), default=1.0)
+    right = RIGHT - BESIDE if any(why for _, why in every) else RIGHT
     decades = max(2, min(math.ceil(math.log10(largest)), 12))
     lowest = round(math.log10(LEAST))
 
@@ -215,21 +215,21 @@ def _rows_plot(title: str, rows: Mapping[str, Mapping[str, Error]], caption: str
         middle = TOP + ROW * number + ROW / 2
         parts.append(f'<text x="{LEFT}" y="{middle + 4:.1f}" text-anchor="end">{text(_short(label))}</text>')
         beside = right + 2
-        for dtype, (used, name) in row.items():
+        for dtype, (used, why) in row.items():
             bad = " bad" if used > 1 else ""
             what = f"{label}, {dtype}" if dtype else label
-            if name:
+            if why:
                 beside += 12
-            at = f"translate({beside if name else across(math.log10(_drawn(used))):.1f} {middle:.1f})"
+            at = f"translate({beside if why else across(math.log10(_drawn(used))):.1f} {middle:.1f})"
             parts.append(
                 f'<path class="mark{bad}" transform="{at}" d="{SHAPES.get(dtype, OTHER)}">'
-                f"<title>{text(f'{what}: {of_bound(used, name)}')}</title></path>"
+                f"<title>{text(f'{what}: {of_bound(used, why)}')}</title></path>"
             )
-        names = dict.fromkeys(name for _, name in row.values() if name)
+        names = [why for _, why in row.values() if why]
         if names:
             parts.append(f'<text class="bad" x="{beside + 8}" y="{middle + 4:.1f}">{text(min(names))}</text>')
         said.append(
-            f"{label}: " + ", ".join(f"{dtype} {of_bound(used, name)}".strip() for dtype, (used, name) in row.items())
+            f"{label}: " + ", ".join(f"{dtype} {of_bound(used, why)}".strip() for dtype, (used, why) in row.items())
         )
     return _figure(title, said, height, parts, caption)
 
