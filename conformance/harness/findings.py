@@ -48,6 +48,8 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
                   "unbounded": getattr(error, "unbounded", None)}
     if isinstance(error, survival.EndsCall):
         return found
+    if wording.differs(error):
+        return found | {"error": "NotRepeatable", "property": judged and "repeatability"}
     if judged is None or case is None or tested is None:
         # Without a subject the case cannot be made simpler: the truth may be missed for the reasons of any property.
         of_truth = isinstance(error, compare.Mismatch) and error.field is not None
@@ -100,10 +102,12 @@ def test_id(item: pytest.Item) -> str:
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """The error that a test raised, of those that Hypothesis reports in a group: the first that is no limit of the
-    interpreter."""
+    """The error that a test raised, of those that Hypothesis reports in a group: the first that is neither a limit of
+    the interpreter nor Hypothesis' own."""
     inside = getattr(error, "exceptions", ())
-    return _unwrapped(next((one for one in inside if environment_limit(one) is None), inside[0])) if inside else error
+    if not inside:
+        return error
+    return _unwrapped(min(inside, key=lambda one: (environment_limit(one) is not None, wording.differs(one))))
 
 
 def _first_lines(error: BaseException, most: int = 4) -> str:

@@ -20,7 +20,7 @@ from .verdict import Judgement, MethodVerdict
 # Increase it when a key is removed or changes its meaning; new keys do not change it. report.schema.json has it too.
 SCHEMA_VERSION = 2
 #: Of the first finding of a wrong property.
-FINDING = ("test", "subject", "field", "dtype", "error", "message", "of_bound", "unbounded", "case", "replay")
+FINDING = ("test", "subject", "field", "dtype", "error", "message", "of_bound", "case", "replay")
 NOT_PROVIDED = "not provided: "
 
 
@@ -131,6 +131,7 @@ def _judgement(found: Judgement) -> dict[str, Any]:
         "expected": found.expected,
         "findings": len(found.findings),
         "checker": found.blames_us,
+        "unbounded": found.unbounded,
         **{key: first.get(key) for key in FINDING},
     }
 

@@ -89,6 +89,11 @@ class Judgement:
         return any(one.get("checker") for one in self.findings)
 
     @property
+    def unbounded(self) -> str | None:
+        """Why an error is no finite multiple of its bound (judge.mismatch); None if each is one."""
+        return next((one["unbounded"] for one in self.findings if one.get("unbounded")), None)
+
+    @property
     def counts(self) -> dict[str, int]:
         """What was judged, by unit (power.UNITS)."""
         return {

@@ -40,16 +40,16 @@ def _row(method: str, name: str, judged: Judgement) -> tuple[str, ...]:
         counts = f"{judged.wrong} wrong" + (f", {judged.decisive} of {judged.decisions}" if judged.decisions else "")
     fewer = power.fewer_than(judged.limit)
     worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
-    first = judged.findings[0] if judged.findings else {}
-    used = "-" if worst is None else f"{of_bound(worst[1], first.get('unbounded'))} ({worst[0]})"
+    used = "-" if worst is None else f"{of_bound(worst[1], judged.unbounded)} ({worst[0]})"
     says = judged.why
     if name == "traces" and judged.verdict == RIGHT:
         says = f"none wrong, {judged.adjudicated} different but legal"
     if judged.findings:
+        first = judged.findings[0]
         where = ".".join(filter(None, ((first.get("subject") or "").removeprefix(f"{method}."), first.get("field"))))
         says = f"{judged.adjudicated} different but legal; " if name == "traces" and judged.wrong else ""
-        says += f"{where}: " if where else ""
         says += "may follow from " + judged.follows.replace("_", " ") if judged.follows else "see below"
+        says += f": {where}" if where else ""
         says += " (expected)" if judged.expected else ""
     return name.replace("_", " "), judged.verdict, counts, f"< {fewer}" if fewer else "-", used, says
 

@@ -11,6 +11,11 @@ import pytest
 
 MOST = 300  # characters of a line
 PACKAGE = __name__.partition(".")[0] + "."
+#: Of a case that behaves differently when it is judged again.
+DIFFERS = (
+    "the same case behaves differently when it is judged again: what a call returns, raises or refuses depends on more "
+    "than its arguments"
+)
 #: What pytest.raises says.
 NOTHING_RAISED = re.compile(r"^DID NOT RAISE (?:<class ')?(.*?)(?:'>)?$", re.DOTALL)
 OTHER_MESSAGE = re.compile(r"^Regex pattern did not match\.\s+Expected regex: (.*?)\s+Actual message: (.*)$", re.DOTALL)
@@ -44,6 +49,8 @@ def plainly(error: BaseException, tests: Path) -> str:
     lines = str(error).splitlines()
     if type(error).__module__.startswith(PACKAGE):
         return "\n".join(lines)
+    if type(error).__module__.startswith("hypothesis."):
+        return DIFFERS if differs(error) else "no case of this test could be drawn"
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, pytest.fail.Exception) or any("_pytest" in one.filename for one in frames[-1:]):
         text = NOTHING_RAISED.sub(r"expected \1, and nothing was raised", "\n".join(lines))
@@ -55,6 +62,13 @@ def plainly(error: BaseException, tests: Path) -> str:
     first = ": ".join([type(error).__name__, *lines[:1]])
     place = [f"  raised in {frames[-1].filename}, line {frames[-1].lineno}"] if frames else []
     return "\n".join([first, *place, *lines[1:]])
+
+
+def differs(error: BaseException) -> bool:
+    """True for an error of Hypothesis about a case that behaves differently when it is judged again."""
+    from hypothesis.errors import Flaky, UnsatisfiedAssumption
+
+    return isinstance(error, Flaky | UnsatisfiedAssumption)
 
 
 def _expression(frame: traceback.FrameSummary) -> str:

@@ -11,6 +11,7 @@ from kvtwin.conformance.harness import verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
 from kvtwin.conformance.judge.stats import JudgedCase
+from kvtwin.conformance.meta.patients import run
 
 
 def result(judges: str | None, outcome: str = "passed", **changes: Any) -> Result:
@@ -259,3 +260,13 @@ def test_the_table_has_at_most_31_lines():
     names = ["theirs.39" in "\n".join(text for text, _ in verdict_table.lines(found, "theirs", verbose=verbose))
              for verbose in (False, True)]
     assert names == [False, True]
+
+
+@pytest.mark.parametrize(("text", "foreign"), [
+    ("Inconsistent data generation! Data generation behaved differently", True), ("UnsatisfiedAssumption", True),
+    ("assert 3 == 4\n +  where 3 = len([])", True), ("worker 'gw1' crashed", True), ("DID NOT RAISE ValueError", True),
+    ("slot: row (0,) picks slot 2, which is protected", False), ("expected ValueError, and nothing was raised", False),
+])  # fmt: skip
+def test_texts_of_other_tools_are_seen(text, foreign):
+    failed = result("accuracy", "failed", finding={"property": "accuracy", "message": text})
+    assert bool(run.foreign_texts(judged(failed)["longflow"])) == foreign

@@ -7,9 +7,11 @@ import types
 from pathlib import Path
 
 import pytest
+from hypothesis import errors
 
-from kvtwin.conformance.harness import summary, wording
+from kvtwin.conformance.harness import findings, summary, wording
 from kvtwin.conformance.judge.mismatch import Mismatch
+from kvtwin.conformance.meta.patients import run
 
 HERE = Path(__file__).parent
 
@@ -63,6 +65,18 @@ def judges():
     raise Mismatch("slot: row 0\n  more")
 
 
+def is_flaky():
+    raise errors.Flaky("Inconsistent data generation!")
+
+
+def is_rejected():
+    raise errors.UnsatisfiedAssumption("reject() in _refused")
+
+
+def draws_nothing():
+    raise errors.Unsatisfiable("Unable to satisfy assumptions")
+
+
 def calls_theirs():
     raise KeyError("D")
 
@@ -73,7 +87,8 @@ def calls_theirs():
     (raises_nothing, "expected ValueError, and nothing was raised"),
     (raises_nothing_of_several, "expected any of (ValueError, TypeError), and nothing was raised"),
     (has_another_message, "expected an error whose message matches 'budget', got 'no'"),
-    (fails, "said so"),
+    (fails, "said so"), (is_flaky, wording.DIFFERS), (is_rejected, wording.DIFFERS),
+    (draws_nothing, "no case of this test could be drawn"),
     (judges, "slot: row 0\n  more"),
     (calls_theirs, f"KeyError: 'D'\n  raised in {__file__}, line "),
 ], ids=lambda value: getattr(value, "__name__", ""))
@@ -82,6 +97,15 @@ def test_a_message_is_not_pytests(test, says):
         test()
     said = wording.plainly(caught.value, HERE)
     assert said == says or (says.endswith(" ") and said.startswith(says))
+    assert not run.FOREIGN.search(said.removesuffix(__file__))
+
+
+def test_what_a_test_found_comes_before_what_hypothesis_says_of_it():
+    mismatch = Mismatch("slot: row 0")
+    group = errors.FlakyFailure("flaky", [errors.UnsatisfiedAssumption("reject()"), mismatch])
+    assert findings._unwrapped(group) is mismatch
+    assert wording.differs(findings._unwrapped(errors.FlakyFailure("flaky", [errors.UnsatisfiedAssumption("x")])))
+    assert not wording.differs(mismatch)
 
 
 def test_an_assertion_of_the_implementation_has_its_place():
