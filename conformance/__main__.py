@@ -21,11 +21,12 @@ from pathlib import Path
 import pytest
 
 from . import discovery, interpreter, plugin
-from .harness import naming, options, results, suite, survival
+from .command_line import Parser, number, unknown, words
+from .harness import environment, naming, options, results, suite, survival
 from .own_methods import MethodError
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
-MOST_JOBS = 4  # each takes about a GB
+MOST_JOBS, MOST_ASKED = 4, 256  # by default, as each takes about a GB; and with --jobs
 QUERIES = 40  # of each task, with --accuracy
 
 
@@ -53,17 +54,17 @@ PROG = "python -m kvtwin.conformance"
 
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     names = [pair.name for pair in discovery.pairs()]
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog=prog,
         description="Verify implementations of KV-cache methods against float64 arithmetic.",
         epilog=f"Methods: {', '.join(names)}. All of pytest's options: pytest --pyargs kvtwin.conformance --help",
     )
     made.add_argument("methods", nargs="*", metavar="METHOD", help="which to verify; all of them if none is named")
-    made.add_argument("--impl", metavar="MODULE", help="verify this module instead of kvtwin.optimized")
+    made.add_argument("--impl", type=words, metavar="MODULE", help="verify this module instead of kvtwin.optimized")
     made.add_argument("--device", choices=options.DEVICES, default="auto", help="default: CUDA if there is one")
     made.add_argument(
         "--report",
-        type=Path,
+        type=_path,
         default=DEFAULT_REPORT,
         metavar="PATH",
         help="PATH.html writes a page and JSON beside it, PATH.json JSON alone (default: %(default)s)",
@@ -71,7 +72,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     made.add_argument(
         "-j",
         "--jobs",
-        type=int,
+        type=number(1, MOST_ASKED),
         metavar="N",
         help=f"processes (default: one per core, at most {MOST_JOBS})",
     )
@@ -81,27 +82,48 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "but properties, lockstep, claims, golden traces, laws and bad input"
     )
     made.add_argument(
-        "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick, brief and ci, which draw "
-        "the same); default with --impl: 0",
+        "--seed", type=number(0, 2**64), metavar="N", help="draw other cases (not with the profiles quick, brief and "
+        "ci, which draw the same); default with --impl: 0",
     )
-    made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
+    made.add_argument(
+        "-k", dest="keyword", type=_expression, metavar="EXPRESSION",
+        help="only the tests whose names match, as in pytest",
+    )
     made.add_argument(
         "--accuracy", action="store_true", help="with --impl: also let kvtwin's small model answer questions with it, "
         "as in kvtwin accuracy"
     )
     made.add_argument(
-        "--call-limit", type=float, default=survival.SECONDS, metavar="S",
-        help="with --impl: longest time of a call (%(default)g)",
+        "--call-limit", type=number(0.001, survival.MOST_SECONDS, whole=False), metavar="S",
+        help=f"with --impl: longest time of a call in seconds ({survival.SECONDS:g})",
     )
     made.add_argument(
-        "--time-limit", type=float, default=survival.SECONDS_IN_ALL, metavar="S",
-        help="with --impl: judge what this time allows (%(default)g)",
+        "--time-limit", type=number(0.001, survival.MOST_SECONDS, whole=False), metavar="S",
+        help=f"with --impl: judge what this time allows ({survival.SECONDS_IN_ALL:g})",
     )
-    made.add_argument("--xfails", type=Path, metavar="FILE", help="tests that are expected to fail, a line each")
+    made.add_argument("--xfails", type=_path, metavar="FILE", help="tests that are expected to fail, a line each")
     made.set_defaults(watched=False)
     made.add_argument("-x", dest="first", action="store_true", help="stop at the first failure")
     made.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
     return made
+
+
+def _path(text: str) -> Path:
+    """The type of an option that names a file."""
+    return Path(words(text))
+
+
+def _expression(text: str) -> str:
+    """The type of -k: what pytest takes. Raises argparse.ArgumentTypeError."""
+    from _pytest.mark.expression import Expression  # pytest has no public function that tells
+
+    try:
+        Expression.compile(words(text))
+    except argparse.ArgumentTypeError:
+        raise
+    except Exception as error:
+        raise argparse.ArgumentTypeError(f"expected names with and, or, not, got {text!r}: {error}") from None
+    return text
 
 
 def default_jobs() -> int:
@@ -195,14 +217,16 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
         return 2
     chosen = made.parse_args(arguments)
     names = [pair.name for pair in discovery.pairs()]
-    unknown = [name for name in chosen.methods if name not in names]
-    if unknown:
-        made.error(f"no method {', '.join(map(repr, unknown))}; there are: {', '.join(names)}")
+    wrong = [name for name in chosen.methods if name not in names]
+    if wrong:
+        made.error(unknown("method", wrong, names))
+    if chosen.hypothesis_profile not in (None, *environment.PROFILES):
+        made.error(f"--hypothesis-profile: {unknown('profile', [chosen.hypothesis_profile], environment.PROFILES)}")
     if chosen.accuracy and chosen.impl is None:
         made.error("--accuracy needs --impl; kvtwin accuracy prints the stored results of kvtwin's own methods")
     for name, limit in (("--call-limit", chosen.call_limit), ("--time-limit", chosen.time_limit)):
-        if not limit > 0:
-            made.error(f"{name} must be more than 0 seconds, got {limit:g}")
+        if limit is not None and chosen.impl is None:
+            made.error(f"{name} needs --impl; calls of kvtwin's own methods have no limit")
     chosen.required, chosen.methods = chosen.methods, chosen.methods or names
     chosen.jobs = chosen.jobs or default_jobs()
     chosen.watched = chosen.impl is not None and importlib.util.find_spec("xdist") is not None
@@ -211,11 +235,16 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     job = MainJob()
     if chosen.impl is not None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
-    limits = survival.watching(chosen.call_limit, chosen.time_limit) if chosen.watched else nullcontext()
-    with naming.typed("--impl"), limits:
+    limits = chosen.call_limit or survival.SECONDS, chosen.time_limit or survival.SECONDS_IN_ALL
+    with naming.typed("--impl"), survival.watching(*limits) if chosen.watched else nullcontext():
         status = int(pytest.main(pytest_arguments(chosen), plugins=[job]))
-    if chosen.accuracy and status not in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
+    if chosen.accuracy and status not in (
+        pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED,
+    ):
         add_accuracy(chosen)
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        chose = f" that -k {chosen.keyword!r} matches" if chosen.keyword else ""
+        print(f"{made.prog}: error: there is no test{chose}", file=sys.stderr)
     if status == pytest.ExitCode.OK and not job.verified:
         print("error: no test of the implementation passed: nothing is verified", file=sys.stderr)
         return int(pytest.ExitCode.NO_TESTS_COLLECTED)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import discovery
+from .command_line import Parser, number
 
 ITEM = 2  # bytes of a bfloat16 number
 
@@ -56,6 +57,7 @@ MODELS = {
 
 #: Tokens. A state with a larger budget may not fit in the memory of the host, on which its tensors are counted.
 MOST_CONTEXT, MOST_BUDGET = 10**8, 2**20
+MOST_MEMORY = 10**18  # bytes
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -71,11 +73,14 @@ class Row:
 
 
 def memory_of(text: str) -> int:
-    """"80GB" (10^9) or "80GiB" (2^30) in bytes. ValueError for anything else."""
+    """"80GB" (10^9) or "80GiB" (2^30) in bytes. ValueError for anything else, and above MOST_MEMORY."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B|B)", text.strip(), re.IGNORECASE)
     if not found:
         raise ValueError(f"memory must be a number and B, KB, MB, GB, KiB, MiB or GiB, got {text!r}")
-    return round(float(found[1]) * UNITS[found[2].upper()])
+    size = float(found[1]) * UNITS[found[2].upper()]
+    if size > MOST_MEMORY:
+        raise ValueError(f"memory must be at most {MOST_MEMORY:,} bytes, got {text!r}")
+    return round(size)
 
 
 def requests(pool: int, each: int) -> int:
@@ -155,22 +160,24 @@ def table(model: Model, memory: int, context: int, budget: int) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-3.1-8b")
     parser.add_argument("--memory", default="80GB", help="GPU memory, such as 80GB or 80GiB (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=32768, help="tokens per request (default: %(default)s)")
-    parser.add_argument("--budget", type=int, default=2048, help="tokens that a method keeps (default: %(default)s)")
+    for name, most, default, says in (
+        ("context", MOST_CONTEXT, 32768, "tokens per request"),
+        ("budget", MOST_BUDGET, 2048, "tokens that a method keeps"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=number(1, most), default=default, metavar="N", help=f"{says} (default: %(default)s)"
+        )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:
         memory = memory_of(options.memory)
     except ValueError as error:
         parser.error(str(error))
-    for name, most in (("context", MOST_CONTEXT), ("budget", MOST_BUDGET)):
-        if not 1 <= getattr(options, name) <= most:
-            parser.error(f"{name} must be from 1 to {most:,}, got {getattr(options, name)}")
     from . import interpreter
 
     interpreter.turn_on()  # states are created on the CPU; no kernel runs

@@ -14,10 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 
 from . import discovery, ledger
+from .command_line import Parser, number, unknown, words
 from .own_methods import MethodError
 
 #: What the extra "test" installs, and some commands import.
 NEEDED = ("hypothesis", "pytest", "safetensors", "tqdm")
+
+#: Of `accuracy --impl`: answers per task, by default and at most.
+QUERIES, MOST_QUERIES = 40, 100_000
 
 Command = Callable[[Sequence[str], str], int]
 
@@ -75,10 +79,11 @@ def accuracy(arguments: Sequence[str], prog: str) -> int:
     stored = json.loads((resources.files("kvtwin.fixtures") / "accuracy.json").read_text(encoding="utf-8"))
     parser = _parser(prog, accuracy)
     parser.epilog = "Without --impl the stored results are printed. python -m kvtwin.fixtures.accuracy stores new ones."
-    parser.add_argument("--impl", metavar="MODULE", help="measure with this module's states or functions")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of --impl; default: %(default)s")
+    parser.add_argument("--impl", type=words, metavar="MODULE", help="measure with this module's states or functions")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="of --impl; default: cpu")
     parser.add_argument(
-        "--queries", type=int, default=40, metavar="N", help="with --impl: least number of answers per task (40)"
+        "--queries", type=number(1, MOST_QUERIES), metavar="N",
+        help="with --impl: least number of answers per task (40)",
     )
     names = sorted({_method_of(row) for row in stored["rows"]})
     parser.add_argument(
@@ -89,6 +94,9 @@ def accuracy(arguments: Sequence[str], prog: str) -> int:
     options = parser.parse_args(arguments)
     if options.impl is not None:
         return _measure(options, parser)
+    for name in ("device", "queries", "dtype"):
+        if getattr(options, name) is not None:
+            parser.error(f"--{name} needs --impl: without it the stored results are printed")
     print(accuracy_plot.table({**stored, "rows": [row for row in stored["rows"] if _method_of(row) in chosen]}))
     return 0
 
@@ -104,24 +112,29 @@ def _measure(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
     from . import interpreter
 
-    if options.device == "cpu":
+    device = options.device or "cpu"
+    if device == "cpu":
         interpreter.turn_on()
     import pytest
+    import torch
 
     from ..fixtures import accuracy_of
+    from .harness import naming
     from .progress import say
+
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device cuda, but torch {torch.__version__} sees no CUDA device here")
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
-    if options.queries < 1:
-        parser.error(f"--queries must be at least 1, got {options.queries}")
     try:
-        rows = accuracy_of.evaluate(
-            options.impl, plan=accuracy_of.plan(options.queries), methods=options.methods or None,
-            device=options.device, dtype=options.dtype, progress=lambda line: say(line, sys.stderr),
-        )
+        with naming.typed("--impl"):
+            rows = accuracy_of.evaluate(
+                options.impl, plan=accuracy_of.plan(options.queries or QUERIES), methods=options.methods or None,
+                device=device, dtype=options.dtype, progress=lambda line: say(line, sys.stderr),
+            )
     except (accuracy_of.NothingToMeasure, pytest.UsageError) as error:
-        parser.error(str(error).removeprefix("--kv-impl "))
+        parser.error(str(error))
     print(accuracy_of.table(rows))
     return int(any(row.failed for row in rows))
 
@@ -131,25 +144,25 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def _parser(prog: str, command: Command) -> argparse.ArgumentParser:
+def _parser(prog: str, command: Command) -> Parser:
     said = command.__doc__ or ""
-    return argparse.ArgumentParser(prog=prog, description=f"{said[0].upper()}{said[1:]}.")
+    return Parser(prog=prog, description=f"{said[0].upper()}{said[1:]}.")
 
 
 def _methods(arguments: Sequence[str], parser: argparse.ArgumentParser, names: Sequence[str]) -> Sequence[str]:
     """The methods that the command line names, all of `names` if none. Exits with 2 for a name that is not there."""
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="which methods to print; default: all")
     chosen: list[str] = parser.parse_args(arguments).methods
-    unknown = [name for name in chosen if name not in names]
-    if unknown:
-        parser.error(f"no method {', '.join(map(repr, unknown))}; there are: {', '.join(names)}")
+    wrong = [name for name in chosen if name not in names]
+    if wrong:
+        parser.error(unknown("method", wrong, names))
     return chosen or names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit code 2 for wrong usage; otherwise the command's own."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="kvtwin", usage="kvtwin [-h] COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Verify KV-cache compression methods against float64 arithmetic.",
         epilog="commands:\n" + "\n".join(f"  {name:10}{command.__doc__}" for name, command in COMMANDS.items())
@@ -161,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     name = parser.parse_args(given[:1]).command
     if name not in COMMANDS:
-        parser.error(f"no command {name!r}; there are: {', '.join(COMMANDS)}")
+        parser.error(unknown("command", [name], list(COMMANDS)))
     try:
         return COMMANDS[name](given[1:], f"kvtwin {name}")
     except ModuleNotFoundError as error:

@@ -6,13 +6,14 @@ norms. All tests of the new package pass. Its author then changes the method ste
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import keyword
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 from . import discovery
+from .command_line import Parser, words
 
 TEMPLATE = Path(__file__).resolve().parent / "template"
 SUFFIX = ".template"
@@ -50,25 +51,32 @@ def files(name: str) -> dict[str, str]:
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the package. ValueError for a NAME that cannot be one, FileExistsError if `folder` exists."""
+    """Write the package. ValueError for a NAME that cannot be one, FileExistsError if `folder` exists, another OSError
+    if it cannot be written."""
     check_name(name)
     if folder.exists() or folder.is_symlink():
         raise FileExistsError(f"FOLDER {folder} exists: name a new one")
-    for path, text in files(name).items():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+    try:
+        for path, text in files(name).items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)  # nothing is left half-written
+        if isinstance(error, OSError):
+            raise OSError(f"FOLDER {folder} cannot be written: {error.strerror}") from None
+        raise
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "kvtwin new") -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description="Write a package with a method of your own: reference, Triton version, checker, tests and mutants.",
     )
     parser.add_argument("name", metavar="NAME", help="of the package and of its method, a Python identifier")
-    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, help="a new folder; default: NAME")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=words, help="a new folder; default: NAME")
     options = parser.parse_args(arguments)
-    folder = options.folder or Path(options.name)
+    folder = Path(options.folder or options.name)
     try:
         write(options.name, folder)
     except (ValueError, OSError) as error:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ..interpreter import FALSE, INTERPRET, Prepared, interprets
+from . import naming
 
 if TYPE_CHECKING:
     import torch
@@ -41,20 +42,22 @@ def choose(requested: str | None) -> Backend:
     wants_interpreter = os.environ.get(INTERPRET, "").lower() not in FALSE
     if requested == "cuda" and wants_interpreter:
         raise pytest.UsageError(
-            f"--kv-device cuda, but {INTERPRET}={os.environ[INTERPRET]} is set, so Triton would interpret the kernels "
-            "instead of compiling them; unset it"
+            f"{naming.option('--kv-device')} cuda, but {INTERPRET}={os.environ[INTERPRET]} is set, so Triton would "
+            "interpret the kernels instead of compiling them; unset it"
         )
     import torch
 
     has_cuda = torch.cuda.is_available()
     if requested == "cuda" and not has_cuda:
-        raise pytest.UsageError(f"--kv-device cuda, but torch {torch.__version__} sees no CUDA device here")
+        raise pytest.UsageError(
+            f"{naming.option('--kv-device')} cuda, but torch {torch.__version__} sees no CUDA device here"
+        )
     if requested == "cuda" or (requested in (None, "auto") and has_cuda and not wants_interpreter):
         _check_triton(interpreted=False)
         device = torch.device("cuda", torch.cuda.current_device())
         return Backend(device, False, torch.cuda.get_device_name(device), "compiled kernels")
     if requested == "cpu":
-        why = "as --kv-device says"
+        why = f"as {naming.option('--kv-device')} says"
     elif has_cuda:
         why = f"{INTERPRET} was set"
     else:
@@ -120,8 +123,12 @@ def header(backend: Backend, under_test: str, prepared: Prepared | None) -> list
     ]
 
 
+#: The names of the profiles.
+PROFILES = ("quick", "brief", "ci", "gpu", "default", "thorough", "soak")
+
+
 def set_up_hypothesis(config: pytest.Config) -> None:
-    """Register the profiles quick, brief, ci, gpu, default, thorough and soak, and load one.
+    """Register the PROFILES, and load one.
 
     Loads the one of --hypothesis-profile; by default ``ci`` if the variable CI is set, else ``default``.
     """

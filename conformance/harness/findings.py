@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ..judge.properties import SURVIVES
-from . import survival
+from . import survival, wording
 from .impl import Twins, environment_limit
 
 PACKAGE = __package__.removesuffix(".harness")
@@ -44,9 +44,12 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     found["replay"] = found["replay"] or rerun(item)
     of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
     if of_bound is not None and dtype is not None:
-        found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case)}
+        found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case),
+                  "unbounded": getattr(error, "unbounded", None)}
     if isinstance(error, survival.EndsCall):
         return found
+    if wording.differs(error):
+        return found | {"error": "NotRepeatable", "property": judged and "repeatability"}
     if judged is None or case is None or tested is None:
         # Without a subject the case cannot be made simpler: the truth may be missed for the reasons of any property.
         of_truth = isinstance(error, compare.Mismatch) and error.field is not None
@@ -99,13 +102,15 @@ def test_id(item: pytest.Item) -> str:
 
 
 def _unwrapped(error: BaseException) -> BaseException:
-    """The error that a test raised, of those that Hypothesis reports in a group: the first that is no limit of the
-    interpreter."""
+    """The error that a test raised, of those that Hypothesis reports in a group: the first that is neither a limit of
+    the interpreter nor Hypothesis' own."""
     inside = getattr(error, "exceptions", ())
-    return _unwrapped(next((one for one in inside if environment_limit(one) is None), inside[0])) if inside else error
+    if not inside:
+        return error
+    return _unwrapped(min(inside, key=lambda one: (environment_limit(one) is not None, wording.differs(one))))
 
 
 def _first_lines(error: BaseException, most: int = 4) -> str:
-    """The message without the command that replays the case."""
-    lines = [line for line in str(error).splitlines() if "replay: kvtwin" not in line]
-    return "\n".join(lines[:most]) or type(error).__name__
+    """The message without the command that replays the case, and with the class of an error that no judge raises."""
+    lines = [line for line in wording.plainly(error, FOLDER).splitlines() if "replay: kvtwin" not in line]
+    return "\n".join(lines[:most])

@@ -32,7 +32,7 @@ from ..capabilities import Capabilities
 from ..judge import stats
 from ..judge.fields import Missing
 from ..judge.lacking import absent, asked
-from . import naming, survival
+from . import naming, survival, wording
 from .manners import observed
 
 NOT_PROVIDED = "not provided: "
@@ -276,7 +276,7 @@ def _judgeable(
             with observed(name), survival.watched(name):
                 returned = function(*args, **kwargs)
         except NotImplementedError as error:
-            _refused(f"{name}: {error}")
+            _refused(f"{name}: {wording.first_line(error)}")
         except Exception as error:
             limit = environment_limit(error)
             if limit is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..judge import stats
+from . import wording
 
 #: Variables that libraries set at their first use.
 OF_LIBRARIES = ("TORCHINDUCTOR_", "TRITON_", "CUBLAS_", "CUDA_", "PYTORCH_", "TORCH_", "KMP_", "OMP_", "NVIDIA_")
@@ -36,7 +37,7 @@ def observed(name: str) -> Iterator[None]:
                 _restore(what, before[what])
         for one in caught:
             if Path(one.filename).parts[-3:] != INTERPRETER:
-                stats.noted(f"{name} warns: {one.category.__name__}: {str(one.message).strip().splitlines()[0][:200]}")
+                stats.noted(f"{name} warns: {one.category.__name__}: {wording.first_line(one.message)}")
 
 
 def _settings() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How messages call the option that names the implementation under test: as the user has typed it."""
+"""How messages call options: as the user has typed them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def typed(option: str) -> Iterator[None]:
 def impl() -> str:
     """The option that names the implementation under test."""
     return _impl[-1]
+
+
+def option(name: str) -> str:
+    """An option of pytest, such as "--kv-report": "--report" inside of a command."""
+    return name if len(_impl) == 1 else name.replace("--kv-", "--")
 
 
 def hint() -> str:

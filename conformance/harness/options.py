@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from . import naming
+
 SUITE = "kvtwin-suite"  # the name under which plugin.py registers suite.Suite
 DEVICES = ("auto", "cpu", "cuda")
 # dest of every option -> its default
@@ -84,12 +86,30 @@ def any_given(config: pytest.Config) -> bool:
 
 
 def check(config: pytest.Config) -> None:
-    """Check options that are used only at the end of a run."""
-    path = report_path(config)
-    if path is not None and path.suffix not in (".html", ".json"):
-        raise pytest.UsageError(f"--kv-report {path.name}: expected a name that ends in .html or .json")
-    if path is not None and not path.parent.is_dir():
-        raise pytest.UsageError(f"--kv-report {path}: the folder does not exist")
+    """Check options that are used only when tests are collected, or at the end of a run. Raises pytest.UsageError."""
+    for dest in ("kv_skips", "kv_xfails"):
+        read_entries(config, dest)
+    given, path, option = config.getoption("kv_report"), report_path(config), naming.option("--kv-report")
+    if path is None:
+        return
+    if path.suffix not in (".html", ".json"):
+        raise pytest.UsageError(f"{option} {given or repr(given)}: expected a name that ends in .html or .json")
+    if not path.parent.is_dir():
+        raise pytest.UsageError(f"{option} {given}: the folder {path.parent} does not exist")
+    for file in {path, path.with_suffix(".json")}:
+        _check_writable(file, f"{option} {given}")
+
+
+def _check_writable(file: Path, said: str) -> None:
+    """UsageError if a file cannot be written. An existing file stays as it is."""
+    existed = file.exists()
+    try:
+        with file.open("ab"):
+            pass
+    except OSError as error:
+        raise pytest.UsageError(f"{said}: cannot write {file}: {error.strerror}") from None
+    if not existed:
+        file.unlink()
 
 
 def report_path(config: pytest.Config) -> Path | None:
@@ -135,11 +155,12 @@ def read_entries(config: pytest.Config, dest: str) -> list[Entry]:
     path = _path(config, dest)
     if path is None:
         return []
-    option = "--" + dest.replace("_", "-")
+    option = naming.option("--" + dest.replace("_", "-"))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise pytest.UsageError(f"{option}: cannot read {path}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise pytest.UsageError(f"{option}: cannot read {config.getoption(dest) or path}: {why}") from error
     # A comment starts at the beginning of a line or after a space; a "#" inside a test id is part of the id.
     lines = ((number, f" {line}".split(" #")[0].strip()) for number, line in enumerate(text.splitlines(), start=1))
     return [Entry(text=line, where=f"{option} {path.name}:{number}") for number, line in lines if line]

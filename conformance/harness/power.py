@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..capabilities import DTYPES, FP8
+from .wording import counted
 
 if TYPE_CHECKING:
     from ..judge.stats import JudgedCase
@@ -34,6 +35,8 @@ ABOUT = (
     "Wrong (95 %): an implementation that is wrong at least as often as this, in cases like these, would have been "
     "found with a probability of at least 95 %."
 )
+#: Said of a case in which the reference fails as well.
+BLAMES_US = "the reference fails in such a case, too: look for the mistake in the checker, or in the reference"
 #: Under a verdict on a CPU.
 ON_A_CPU = (
     "on a CPU, sizes are the interpreter's; only a GPU shows races, its rounding, large sizes: "
@@ -45,6 +48,11 @@ def unit_of(judged: str, counts: Mapping[str, int]) -> str:
     """What the verdict on a property counts, of `counts` by unit."""
     unit = UNITS.get(judged, CASES)
     return unit if counts[unit] else CASES
+
+
+def counts(unit: str, count: int) -> str:
+    """What a verdict counts, as words: "123 k elements", "335 decisive", "1 case"."""
+    return f"{short(count)} {unit.removesuffix('s') if count == 1 else unit}"
 
 
 def upper_limit(wrong: int, judged: int, confidence: float = CONFIDENCE) -> float:
@@ -107,8 +115,8 @@ def described(judged: Iterable[JudgedCase]) -> dict[str, Any]:
 def sizes(one: Mapping[str, Any]) -> str:
     """What `described` found, as words: "float32 12, float16 8; up to 48 slots; 31 rows; layouts: contiguous 20"."""
     parts = [_counts(one["dtypes"])] if one["dtypes"] else []
-    parts += [f"up to {one['slots']:,} slots"] if one["slots"] else []
-    parts += [f"{one['rows']:,} rows"] if one["rows"] else []
+    parts += [f"up to {counted(one['slots'], 'slot')}"] if one["slots"] else []
+    parts += [counted(one["rows"], "row")] if one["rows"] else []
     parts += [f"layouts: {_counts(one['layouts'])}"] if one["layouts"] else []
     return "; ".join(parts)
 

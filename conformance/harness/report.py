@@ -81,11 +81,23 @@ def build_report(
 def write_report(report: dict[str, Any], path: Path) -> list[str]:
     """Write ``report`` to ``path``: .json writes JSON, .html the page and JSON beside it. Returns the paths."""
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-    path.with_suffix(".json").write_text(text, encoding="utf-8")
-    if path.suffix == ".json":
+    made = page(report) if path.suffix != ".json" else None
+    _replace(path.with_suffix(".json"), text)
+    if made is None:
         return [str(path)]
-    path.write_text(page(report), encoding="utf-8", errors="backslashreplace")
+    _replace(path, made)
     return [str(path), str(path.with_suffix(".json"))]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file as a whole: where that fails, an earlier one stays."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _overall(found: MethodVerdict) -> dict[str, Any]:
@@ -118,6 +130,8 @@ def _judgement(found: Judgement) -> dict[str, Any]:
         "follows": found.follows,
         "expected": found.expected,
         "findings": len(found.findings),
+        "checker": found.blames_us,
+        "unbounded": found.unbounded,
         **{key: first.get(key) for key in FINDING},
     }
 

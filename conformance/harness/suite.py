@@ -24,6 +24,9 @@ from .order import put_in_order
 from .report import build_report, write_report
 from .results import FACTS
 
+NOTHING_TO_REPORT: dict[int, str] = {
+    pytest.ExitCode.INTERRUPTED: "the run was interrupted", pytest.ExitCode.NO_TESTS_COLLECTED: "no test ran",
+}
 MARKERS = (
     "kind(name): the kind of the test: equivalence, laws, claims, golden or bad_input",
     "claim(id): the test checks this claim of the ledger in <method>/claims.toml",
@@ -306,14 +309,17 @@ class Suite:
         if self.implementation is not None and exitstatus in JUDGED and not self.config.option.collectonly:
             session.exitstatus = exitstatus = verdict.exit_status(self.verdicts)
         path = options.report_path(self.config)
-        if path is not None and exitstatus == pytest.ExitCode.INTERRUPTED:
-            self.written = [f"{path} is not written: the run was interrupted"]  # an earlier report stays
+        if path is not None and exitstatus in NOTHING_TO_REPORT:  # an earlier report stays
+            self.written = [f"{path} is not written: {NOTHING_TO_REPORT[exitstatus]}"]
         elif path is not None:
             found = build_report(
                 self.collector.results, self.verdicts, backend=self.backend, implementation=self.implementation,
                 arguments=self.config.invocation_params.args, exit_status=exitstatus,
             )
-            self.written = write_report(found, path)
+            try:
+                self.written = write_report(found, path)
+            except OSError as error:  # the verdict is still printed
+                self.written = [f"{path} is not written: {error.strerror}"]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         verbose = self.config.get_verbosity() > 0

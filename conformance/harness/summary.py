@@ -29,7 +29,8 @@ def under_test(implementation: str | None) -> str:
     if implementation is None:
         return discovery.OPTIMIZED
     module = importlib.import_module(implementation)
-    return f"{implementation} ({getattr(module, '__file__', None) or 'built in'})"
+    folders = ", ".join(getattr(module, "__path__", ()))  # of a package without __init__.py
+    return f"{implementation} ({getattr(module, '__file__', None) or folders or 'no file'})"
 
 
 def by_method(found: Iterable[Result]) -> dict[str, dict[str, Sum]]:

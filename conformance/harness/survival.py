@@ -26,7 +26,7 @@ from ..judge.properties import SURVIVES
 #: The folder of the files, the seconds that a call and that all tests may take, and the time at which these are over:
 #: set by the command, read by the workers.
 FOLDER, LIMIT, TOTAL, END = "KVTWIN_CALLS", "KVTWIN_CALL_LIMIT", "KVTWIN_TIME_LIMIT", "KVTWIN_END"
-SECONDS, SECONDS_IN_ALL = 120.0, 1200.0
+SECONDS, SECONDS_IN_ALL, MOST_SECONDS = 120.0, 1200.0, 86_400.0  # by default, and at most
 #: A function may end so many processes, where a call that does not return counts as OF_A_LOOP; all functions so many.
 MOST_ENDS, OF_A_LOOP, MOST_RESTARTS = 12, 6, 64
 ENDS, LOOPS = "ends.txt", "did not return"

@@ -20,7 +20,7 @@ from typing import Any
 from ..capabilities import FP8, Capabilities
 from ..judge.properties import CORE, PROPERTIES, SURVIVES
 from ..judge.stats import JudgedCase
-from . import power
+from . import power, wording
 from .impl import ENVIRONMENT as OF_ENVIRONMENT
 from .results import Result
 
@@ -82,6 +82,16 @@ class Judgement:
     expected: bool = False  # every finding is one that --kv-xfails expects
     applies: bool = True  # False: nothing that the implementation provides has what it judges
     follows: str | None = None  # the wrong property of which this may be a consequence
+
+    @property
+    def blames_us(self) -> bool:
+        """True if the reference fails in a case in which the implementation does."""
+        return any(one.get("checker") for one in self.findings)
+
+    @property
+    def unbounded(self) -> str | None:
+        """Why an error is no finite multiple of its bound (judge.mismatch); None if each is one."""
+        return next((one["unbounded"] for one in self.findings if one.get("unbounded")), None)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -268,7 +278,7 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
     made.verdict, made.why = _verdict(name, made, tests, called, supported, device)
     if made.verdict == NOT_COVERED and elsewhere:
         causes = sorted({str(result.finding.get("property")).replace("_", " ") for result in elsewhere})
-        made.why = f"{made.cases} cases: its tests failed because of {', '.join(causes)}"
+        made.why = f"{wording.counted(made.cases, 'case')}: its tests failed because of {', '.join(causes)}"
     if name in WITHOUT and made.verdict == NOT_COVERED and not called and tests:
         made.applies = not all(is_lacking(result) for result in tests)
         made.why = made.why if made.applies else f"nothing that it provides {WITHOUT[name]}"
@@ -285,8 +295,7 @@ def _wrong(result: Result) -> bool:
 
 
 def _finding(result: Result) -> dict[str, Any]:
-    message = result.message.splitlines()[0] if result.message else ""
-    return {"test": result.nodeid, "message": message, **result.finding}
+    return {"test": result.nodeid, "message": wording.first_line(result.message), **result.finding}
 
 
 def _least_helpful_last(finding: Mapping[str, Any]) -> tuple[bool, bool, int]:
@@ -371,7 +380,7 @@ def _why(tests: Sequence[Result]) -> str:
 def _because(tests: Sequence[Result]) -> str:
     """The most frequent reason why tests were not provided, or failed before they called the implementation."""
     reasons = Counter(result.message for result in tests if result.outcome == "not provided") or Counter(
-        f"a test failed before: {_finding(result)['message'].splitlines()[0]}"
+        f"a test failed before: {wording.first_line(_finding(result)['message'])}"
         for result in tests if result.failed and not result.touched and result.message
     )
     return f" ({reasons.most_common(1)[0][0]})" if reasons else ""

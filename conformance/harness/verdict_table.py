@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..judge.properties import SURVIVES
-from . import power
+from . import power, wording
 from .page.markup import of_bound
 from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
 
 COLUMNS = ("property", "verdict", "judged", "wrong (95 %)", "of bound", "")
 MOST_CAUSES, MOST_NOTES = 3, 3
-#: Said of a case in which the reference fails as well.
-BLAMES_US = "the reference fails in such a case, too: look for the mistake in the checker, or in the reference"
 WIDTH = 120  # of a row
 MESSAGE = 170  # of a message
 
@@ -25,7 +22,7 @@ def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -
     """(text, colour) line by line; colour: "red", "yellow", "green" or ""."""
     colour = {RIGHT: "green", WRONG: "red"}.get(found.verdict, "yellow")
     yield f"{found.method} of {implementation}: {found.verdict.upper()}", colour
-    rows = [COLUMNS, *(_row(name, judged) for name, judged in found.properties.items())]
+    rows = [COLUMNS, *(_row(found.method, name, judged) for name, judged in found.properties.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS) - 1)]
     for row, name in zip(rows, ("", *found.properties), strict=True):
         text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[-1]
@@ -37,23 +34,22 @@ def lines(found: MethodVerdict, implementation: str, *, verbose: bool = False) -
     yield from ((f"  {text}", "") for text in _coverage(found, verbose))
 
 
-def _row(name: str, judged: Judgement) -> tuple[str, ...]:
-    counts = f"{power.short(judged.counts[judged.unit])} {judged.unit}"
+def _row(method: str, name: str, judged: Judgement) -> tuple[str, ...]:
+    counts = power.counts(judged.unit, judged.counts[judged.unit])
     if judged.wrong:
         counts = f"{judged.wrong} wrong" + (f", {judged.decisive} of {judged.decisions}" if judged.decisions else "")
     fewer = power.fewer_than(judged.limit)
     worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
-    used = "-" if worst is None else f"{of_bound(worst[1])} ({worst[0]})"
+    used = "-" if worst is None else f"{of_bound(worst[1], judged.unbounded)} ({worst[0]})"
     says = judged.why
     if name == "traces" and judged.verdict == RIGHT:
         says = f"none wrong, {judged.adjudicated} different but legal"
-    counted = f"{judged.wrong} wrong, {judged.adjudicated} different but legal; " if judged.wrong else ""
-    counted = "" if name == SURVIVES else counted
     if judged.findings:
         first = judged.findings[0]
-        where = ".".join(filter(None, (first.get("subject"), first.get("field"))))
-        says = counted + (f"{where}: " if where else "")
+        where = ".".join(filter(None, ((first.get("subject") or "").removeprefix(f"{method}."), first.get("field"))))
+        says = f"{judged.adjudicated} different but legal; " if name == "traces" and judged.wrong else ""
         says += "may follow from " + judged.follows.replace("_", " ") if judged.follows else "see below"
+        says += f": {where}" if where else ""
         says += " (expected)" if judged.expected else ""
     return name.replace("_", " "), judged.verdict, counts, f"< {fewer}" if fewer else "-", used, says
 
@@ -67,7 +63,7 @@ def _described(found: MethodVerdict) -> str:
         "dtypes": dtypes, "slots": max(one["slots"] for one in each), "rows": sum(one["rows"] for one in each),
         "layouts": {},
     })
-    return f"cases: {text}" + (f"; {len(layouts)} layouts" if layouts else "") if dtypes else ""
+    return f"cases: {text}" + (f"; {wording.counted(len(layouts), 'layout')}" if layouts else "") if dtypes else ""
 
 
 def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -76,10 +72,10 @@ def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
         first = judged.findings[0]
         also = f"; may explain {', '.join(one.replace('_', ' ') for one in consequences)}" if consequences else ""
         more = f", in {len(judged.findings)} tests" if len(judged.findings) > 1 else ""
-        message = _cut(first["message"].splitlines()[0], verbose, MESSAGE)
+        message = _cut(wording.first_line(first["message"]), verbose, MESSAGE)
         yield f"  {name.replace('_', ' ')}: {message}{more}{also}", "red"
-        if any(one.get("checker") for one in judged.findings):
-            yield f"    {BLAMES_US}", ""
+        if judged.blames_us:
+            yield f"    {power.BLAMES_US}", ""
         for label in ("case", "replay"):
             if first.get(label):
                 yield f"    {label}: {first[label]}", ""
@@ -104,7 +100,7 @@ def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
     if found.missing:
         yield f"fields that it does not return: {', '.join(sorted(found.missing))}"
     for what, count in found.notes.most_common(None if verbose else MOST_NOTES):
-        yield f"note: {_cut(what, verbose)} ({count:,} calls)"
+        yield f"note: {_cut(what, verbose)} ({wording.counted(count, 'call')})"
     if found.judged:
         yield f"judged: {', '.join(found.judged)}"
     if found.not_provided:

@@ -10,13 +10,13 @@ from torch import Tensor
 from ...reference._validate_scales import FP8
 from .. import capabilities
 from . import stats
+from .mismatch import UNBOUNDED, first, unravel
 from .mismatch import Fail as Fail
 from .mismatch import JudgeError as JudgeError
 from .mismatch import Mismatch as Mismatch
 from .mismatch import WrongTie as WrongTie
 from .mismatch import fail as fail
 from .mismatch import fail_oracle as fail_oracle
-from .mismatch import first, unravel
 
 
 def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "result") -> float:
@@ -52,13 +52,21 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are beyond their bound; the worst, at {at}: "
             f"expected {truth[at].item()!r}, got {actual[at].item()!r}"
             f"{_excess(error[at].item(), bound[at].item())}",
-            of_bound=float(badness[at]),
+            of_bound=float(badness[at]), unbounded=_unbounded(float(badness[at]), actual[at].item()),
         )
     used = float(fraction.max())
     stats.utilisation(used)
     if stats.current() is not None:
         stats.elements(int((bound.isfinite() & ~infinite).sum()))
     return used
+
+
+def _unbounded(of_bound: float, actual: float) -> str | None:
+    """Why an error is no finite multiple of its bound; None if it is one."""
+    if math.isfinite(of_bound):
+        return None
+    nan, infinite, not_exact = UNBOUNDED
+    return nan if math.isnan(actual) else infinite if math.isinf(actual) else not_exact
 
 
 def _excess(error: float, bound: float) -> str:

@@ -16,17 +16,22 @@ from . import stats
 Fail = Callable[..., NoReturn]
 
 
+#: Why an error is no finite multiple of its bound: the result is no number, it is infinite, or its bound is 0.
+UNBOUNDED = ("NaN", "infinity", "not exact")
+
+
 class Mismatch(AssertionError):
     """The implementation under test is wrong. The message says where, by how much, and how to replay it.
 
     field: the name of the wrong field of a result (`fields.field`), None if the error is not about one. of_bound: the
-    largest error as a fraction of its bound, None if the error is not about a number. wrong: the number of wrong
-    choices, if it is about choices. of_state: a state holds something else than it should, although its choices were
-    right.
+    largest error as a fraction of its bound, None if the error is not about a number; unbounded: if it is infinite, the
+    reason (UNBOUNDED). wrong: the number of wrong choices, if it is about choices. of_state: a state holds something
+    else than it should, although its choices were right.
     """
 
     field: str | None = None
     of_bound: float | None = None
+    unbounded: str | None = None
     wrong: int = 1
     of_state: bool = False
 
@@ -53,13 +58,14 @@ def in_place(place: str) -> Iterator[None]:
 
 
 def fail(
-    message: str, kind: type[Mismatch] = Mismatch, *, of_bound: float | None = None, wrong: int = 1
+    message: str, kind: type[Mismatch] = Mismatch, *, of_bound: float | None = None, unbounded: str | None = None,
+    wrong: int = 1,
 ) -> NoReturn:
     """Raise a Mismatch; save the case that the test used last, and add the command that replays it."""
     command, place = failures.save_latest(), _place.get()
     message = message if place is None else f"{message}\n  in {place}"
     error = kind(message if command is None else f"{message}\n  replay: {command}")
-    error.of_bound, error.wrong = of_bound, wrong
+    error.of_bound, error.unbounded, error.wrong = of_bound, unbounded, wrong
     raise error
 
 

@@ -16,8 +16,29 @@ PROPERTIES = {
     "traces": "decisions on the recorded traces of a trained model",
     "bad_input": "wrong arguments raise errors",
 }
+#: What each property says, where the words above name its cases alone: for "Expected: ...".
+EXPECTED = {
+    "extreme_numbers": "right results for logits beyond the range of exp, zeros, subnormal numbers and infinite values",
+    "layouts": "right results for strided, transposed, repeated and large tensors",
+    "traces": "right decisions on the recorded traces of a trained model",
+}
 #: A property that every call judges, and that a verdict shows if it is wrong.
 SURVIVES = "survives"
 ALL = {SURVIVES: "each call returns: no abort, exit, endless loop, lack of memory or illegal access", **PROPERTIES}
 #: Those that a verdict of "right" needs.
 CORE = ("accuracy", "decisions", "free_slots", "repeatability")
+#: The page of the documentation, and its section, that explains each property.
+PAGES = {
+    SURVIVES: "docs/how-to/test-your-kernel.md#calls-that-do-not-return",
+    "accuracy": "docs/explanation/bounds.md#bounds",
+    "decisions": "docs/explanation/bounds.md#evictions",
+    "ties": "docs/explanation/ties.md#exact-ties",
+    "repeatability": "docs/how-to/test-your-kernel.md#which-cases",
+    "independence": "docs/tutorial/verify.md#2-verify-it",
+    "free_slots": "docs/tutorial/verify.md#3-read-the-causes",
+    "extreme_numbers": "docs/tutorial/verify.md#3-read-the-causes",
+    "layouts": "docs/tutorial/verify.md#2-verify-it",
+    "state": "docs/how-to/states.md#test-a-state-of-your-own",
+    "traces": "docs/how-to/test-your-kernel.md#what-it-means-for-a-model",
+    "bad_input": "docs/explanation/reliability.md#wrong-arguments",
+}

@@ -15,6 +15,7 @@ from .. import capabilities
 from ..cases import case as cases
 from ..cases import saved
 from ..cases.state_trace import StateTrace
+from ..command_line import Parser, words
 from ..discovery import OPTIMIZED
 from ..progress import bar, say
 from . import calls, checkers, lockstep, subjects
@@ -32,7 +33,7 @@ def judged_fields(case: cases.Case, side: Any, subject: Subject) -> Iterator[tup
         try:
             subject.check(module, case, name)
         except Exception as error:
-            yield f"{subject}.{name}", said(error)
+            yield f"{subject}.{name}", said(error).removeprefix(f"{name}: ")
         else:
             yield f"{subject}.{name}", None
     if isinstance(subject, subjects.StateSubject) or case.content == "given":  # no other contents can be drawn
@@ -70,24 +71,27 @@ def judged(case: cases.Case, side: Any) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Replay files. Returns 0 if every verdict is right, 1 if not; exits with 2 for wrong usage."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog, description="Judge a failing case again, from the file that a run saved."
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="a case saved by a failing test")
     parser.add_argument(
-        "--impl", metavar="MODULE", help=f"default: the module that the file names, else {OPTIMIZED}"
+        "--impl", type=words, metavar="MODULE", help=f"default: the module that the file names, else {OPTIMIZED}"
     )
     devices = ("auto", "cpu", "cuda")
     parser.add_argument("--device", choices=devices, default="auto", help="default: CUDA if there is one")
     options = parser.parse_args(arguments)
     missing = [file for file in options.files if not os.path.isfile(file)]  # False for names that the system refuses
     if missing:
-        parser.error(f"no such file: {', '.join(missing)}")
+        folders = [file for file in missing if os.path.isdir(file)]
+        parser.error(f"{'a folder' if folders else 'no such file'}: {', '.join(map(repr, folders or missing))}")
     import torch
 
     from .. import interpreter
 
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device cuda, but torch {torch.__version__} sees no CUDA device here")
     if device == "cpu":
         interpreter.turn_on()
     try:

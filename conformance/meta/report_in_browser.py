@@ -135,6 +135,21 @@ def test_the_page_does_not_scroll_sideways(name, width, written, opened):
         assert page.evaluate(STICKING_OUT) == [], fold
 
 
+@pytest.mark.parametrize("name", ["wrong", "long", "hostile"])
+def test_no_reason_is_outside_of_a_narrow_screen(name, written, opened):
+    """Tables with long texts do not scroll; those that scroll show it by a shadow."""
+    page = opened(written[name], 400)
+    page.evaluate(UNFOLD)
+    cells = page.locator("td.long").all()
+    assert len(cells) > 20
+    for cell in cells:
+        box = cell.bounding_box()
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 400, cell.inner_text()
+    scrolls = "() => [...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth)"
+    assert page.evaluate(f"({scrolls})().filter(one => one.querySelector('td.long')).length") == 0
+    assert page.evaluate(f"({scrolls})().every(one => getComputedStyle(one).backgroundImage.includes('gradient'))")
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_verdict_is_in_the_first_screen(width, written, opened):
     page = opened(written["wrong"], width)

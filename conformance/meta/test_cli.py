@@ -51,17 +51,6 @@ def test_without_a_command_it_prints_the_help(capsys):
     assert "commands:" in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_refused_with_the_list(capsys):
-    assert f"no command 'verfy'; there are: {', '.join(cli.COMMANDS)}" in refused(capsys, "verfy")
-
-
-@pytest.mark.parametrize("command", ["verify", "claims", "accuracy"])
-def test_an_unknown_method_is_refused_with_the_list(command, capsys):
-    said = refused(capsys, command, "longflow", "nothing")
-    assert "no method 'nothing'; there are: " in said
-    assert "longflow" in said.split("there are: ")[1]
-
-
 def test_methods_lists_every_method(capsys):
     assert cli.main(["methods"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -96,16 +85,6 @@ def test_replay_judges_a_saved_case(tmp_path, capsys):
     assert case.save(path) == f"kvtwin replay {path}"
     assert cli.main(["replay", str(path), "--impl", "kvtwin.reference"]) == 0
     assert "right" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["no-such-file"], "no such file: no-such-file"),
-    (["x" * 400], "no such file: xxx"),
-    ([__file__], "holds no saved case"),
-    ([__file__, "--impl", "no_such_module"], "no_such_module: cannot import it"),
-])
-def test_replay_refuses_what_it_cannot_judge(arguments, says, capsys):
-    assert says in refused(capsys, "replay", *arguments)
 
 
 def test_replay_of_given_tensors_judges_the_fields_alone(tmp_path, capsys):
@@ -174,12 +153,6 @@ def test_a_quick_run_of_all_methods_leaves_out_corner_cases_and_no_claim(named, 
         assert "mark.claim" not in path.read_text(encoding="utf-8"), path.name
 
 
-def test_an_empty_name_of_an_implementation_is_no_default():
-    chosen = main_job.parser().parse_args(["--impl", ""])
-    chosen.jobs, chosen.required = 1, []
-    assert "--kv-impl=" in main_job.pytest_arguments(chosen)
-
-
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     def needs_pytest(arguments, prog):
         raise ModuleNotFoundError("No module named 'pytest'", name="pytest")
@@ -228,4 +201,3 @@ def test_accuracy_is_added_to_the_report(tmp_path, monkeypatch, capsys):
     assert "KeyDiffState" in capsys.readouterr().out
     assert "Accuracy of a small model" in report.read_text(encoding="utf-8")
     assert json.loads(report.with_suffix(".json").read_text(encoding="utf-8"))["accuracy"][0]["budget"] == 8
-    assert "--accuracy needs --impl" in refused(capsys, "verify", "keydiff", "--accuracy")

@@ -17,7 +17,7 @@ import pytest
 from kvtwin.conformance import capabilities
 from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases import failures, saved
-from kvtwin.conformance.harness import verdict_table
+from kvtwin.conformance.harness import power, verdict_table
 from kvtwin.conformance.judge import attribution, bounds, compare, subjects
 from kvtwin.conformance.meta.patients.run import verdict_of
 from kvtwin.reference import longflow as reference
@@ -170,4 +170,4 @@ def test_a_checker_that_the_reference_fails_is_blamed(tmp_path, monkeypatch, sca
     found = verdict_of("longflow", {"decode_attention": decode_attention}, {}, keyword, tmp_path, monkeypatch)
     text = "\n".join(line for line, _ in verdict_table.lines(found, "patient"))
     assert found.properties["accuracy"].verdict == "wrong"
-    assert (verdict_table.BLAMES_US in text) == (scale == 0.0)
+    assert (power.BLAMES_US in text) == (scale == 0.0)

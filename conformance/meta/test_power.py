@@ -355,7 +355,7 @@ def test_each_line_says_what_it_rests_on():
     assert cells["repeatability"] == ["right", "24 launches", "< 1 in 8", "-"]
     assert cells["free slots"] == ["right", "8 cases", "< 1 in 3", "-"]
     assert cells["bad input"] == ["right", "8 cases", "-", "-"]
-    assert "  cases: float32 22, float16 22, bfloat16 22, float8_e4m3fn 2; up to 40 slots; 136 rows; 1 layouts" in lines
+    assert "  cases: float32 22, float16 22, bfloat16 22, float8_e4m3fn 2; up to 40 slots; 136 rows; 1 layout" in lines
     verbose = table(found, verbose=True)
     assert verbose[verbose.index(lines[3]) + 1] == (
         "    float32 2, float16 2, bfloat16 2; up to 40 slots; 12 rows; layouts: contiguous 6"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import json
+import math
 import re
 from typing import Any
 
@@ -11,10 +12,12 @@ import jsonschema
 import pytest
 
 from kvtwin.conformance import ledger
+from kvtwin.conformance.harness import page as pages
 from kvtwin.conformance.harness import report as reports
 from kvtwin.conformance.harness import results, verdict
 from kvtwin.conformance.harness.page import page, plots
-from kvtwin.conformance.judge.properties import ALL, PROPERTIES
+from kvtwin.conformance.judge.mismatch import UNBOUNDED
+from kvtwin.conformance.judge.properties import ALL, EXPECTED, PAGES, PROPERTIES
 from kvtwin.conformance.meta.docs_source import DOCS
 from kvtwin.conformance.meta.report_sample import HOSTILE, LONG, failed, other, passed, sample
 
@@ -171,6 +174,27 @@ def test_the_page_opens_with_the_verdict_and_then_names_the_cause():
     assert "LF-5a" not in text, "claims that were not run are not listed"
 
 
+def test_a_cause_says_what_was_expected_and_where_to_read_about_it():
+    report = sample([*passed(44), *failed("output")])
+    text = Page(page(report)).text
+    assert "Expected: right results for logits beyond the range of exp" in text
+    assert f"about it{PAGES['accuracy']}" in text.replace("\n", "")
+    assert "output: output:" not in text and "longflow.output.output: 16 of 16 elements" in text
+    assert "the reference fails in such a case" not in text
+    report["verdicts"]["longflow"]["accuracy"]["checker"] = True
+    assert "the reference fails in such a case" in Page(page(report)).text
+
+
+def test_the_pages_about_properties_exist():
+    assert set(PAGES) == set(ALL) and set(EXPECTED) < set(ALL)
+    if not DOCS.is_dir():
+        pytest.skip("docs/ is not in the wheel")
+    for place in (*PAGES.values(), pages.ABOUT):
+        file, _, section = place.removeprefix("docs/").partition("#")
+        heads = re.findall(r"^#+ (.*)$", (DOCS / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert section in {re.sub(r"[^a-z0-9-]", "", head.lower().replace(" ", "-")) for head in heads}, place
+
+
 def test_a_page_of_one_method_has_its_verdict_in_its_first_lines():
     found = [one for one in passed(440) if one.method == "tova"]
     text = Page(page(sample(found))).text
@@ -258,8 +282,8 @@ def test_plots_have_a_text_alternative_that_says_the_numbers():
     errors, shapes, drift, decisive = (str(one["aria-label"]) for one in drawn)
     assert "accuracy output: " in errors
     assert "extreme numbers output: " in errors
-    assert "float16 unbounded" in errors
-    assert "head dimension 16: unbounded" in shapes and "group of 4: 1 %" in shapes
+    assert "float16 NaN" in errors
+    assert "head dimension 16: NaN" in shapes and "group of 4: 1 %" in shapes
     assert "step 0: 0.1 %; step 2: 0.3 %; the largest, at step 2: 0.3 %" in drift
     assert "decisions: 190 of 200, 95 %" in decisive
 
@@ -267,11 +291,11 @@ def test_plots_have_a_text_alternative_that_says_the_numbers():
 def test_a_plot_takes_the_largest_error_and_that_of_a_failed_test():
     tests = sample([*passed(440), *failed("output")])["tests"]
     found = plots.errors(tests, "longflow")
-    assert found["accuracy", "output"]["float16"] == float("inf")
-    assert found["decisions", "output"]["float16"] == 1e8
-    assert max(found["layouts", "output"].values()) <= 1
+    assert found["accuracy", "output"]["float16"] == (float("inf"), "NaN")
+    assert found["decisions", "output"]["float16"] == (1e8, "")
+    assert max(found["layouts", "output"].values()) <= (1, "")
     assert plots.errors(tests, "synckv") == {}
-    assert plots.shapes(tests, "longflow")["D 16"] == float("inf")
+    assert plots.shapes(tests, "longflow")["D 16"] == (float("inf"), "NaN")
     assert list(plots.shapes(tests, "keydiff")) == [f"{one} {4**power}" for one in "DGS" for power in range(5)]
     assert plots.drift(tests, "longflow") == {0: 0.001, 1: 0.002, 2: 0.003}
 
@@ -286,6 +310,23 @@ def test_a_step_beyond_the_bound_is_in_the_marked_area():
     assert wrong < 26 + 65 < right
     assert '<rect class="beyond" x="76" y="26" width="416" height="65.0"/>' in made
     assert plots.drift_plot("longflow", {0: 0.5}) == "", "one step is no trace"
+
+
+@pytest.mark.parametrize("unbounded", UNBOUNDED)
+def test_an_error_without_a_finite_share_is_named_beside_the_scale(unbounded):
+    """The scale ends with the finite errors, and its labels are inside of the plot."""
+    made = plots.errors_plot("longflow", {("accuracy", "output"): {
+        "float32": (0.5, ""), "float16": (math.inf, unbounded), "bfloat16": (math.inf, unbounded),
+    }})
+    assert f">{unbounded}</text>" in made and f"float16 {unbounded}, bfloat16 {unbounded}" in made
+    ticks = re.findall(r'x="([0-9.]+)" y="[0-9.]+" text-anchor="middle">([^<]*)<', made)
+    assert [label for _, label in ticks] == ["1e-6", "1e-4", "1e-2", "bound", "1e2"]
+    end = plots.RIGHT - plots.BESIDE
+    assert all(plots.LEFT - 20 < float(x) < end for x, _ in ticks)
+    beside = [float(x) for x in re.findall(r'translate\(([0-9.]+) ', made) if float(x) > end]
+    assert len(set(beside)) == 2, "one mark for each dtype"
+    assert "steps with NaN" in plots.drift_plot("longflow", {0: 0.5, 1: 0.5, 2: math.inf})
+    assert 'd="M' in plots.drift_plot("longflow", {0: math.inf, 1: math.inf})
 
 
 def test_a_plot_without_data_is_left_out():

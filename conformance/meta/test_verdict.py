@@ -11,6 +11,7 @@ from kvtwin.conformance.harness import verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
 from kvtwin.conformance.judge.stats import JudgedCase
+from kvtwin.conformance.meta.patients import run
 
 
 def result(judges: str | None, outcome: str = "passed", **changes: Any) -> Result:
@@ -254,8 +255,18 @@ def test_the_table_has_at_most_31_lines():
     found = judged(*wrong, *missing, result(None, "failed"), head_dims=(64,), ties="any")["longflow"]
     lines = list(verdict_table.lines(found, "theirs"))
     assert len(lines) <= 31
-    shown = "  cases: float32 11, float16 11, bfloat16 11; up to 40 slots; 66 rows; 1 layouts"
+    shown = "  cases: float32 11, float16 11, bfloat16 11; up to 40 slots; 66 rows; 1 layout"
     assert shown in [text for text, _ in lines]
     names = ["theirs.39" in "\n".join(text for text, _ in verdict_table.lines(found, "theirs", verbose=verbose))
              for verbose in (False, True)]
     assert names == [False, True]
+
+
+@pytest.mark.parametrize(("text", "foreign"), [
+    ("Inconsistent data generation! Data generation behaved differently", True), ("UnsatisfiedAssumption", True),
+    ("assert 3 == 4\n +  where 3 = len([])", True), ("worker 'gw1' crashed", True), ("DID NOT RAISE ValueError", True),
+    ("slot: row (0,) picks slot 2, which is protected", False), ("expected ValueError, and nothing was raised", False),
+])  # fmt: skip
+def test_texts_of_other_tools_are_seen(text, foreign):
+    failed = result("accuracy", "failed", finding={"property": "accuracy", "message": text})
+    assert bool(run.foreign_texts(judged(failed)["longflow"])) == foreign

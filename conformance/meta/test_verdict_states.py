@@ -156,7 +156,7 @@ def test_every_wrong_decision_on_a_recorded_trace_is_counted(method, judged):
     assert "choices are wrong; the first: " in traces.findings[0]["message"]
     assert traces.findings[0]["case"] is None, "the case of a check of the prompt is right"
     shown = next(text for text, _ in verdict_table.lines(found, "patient") if text.lstrip().startswith("traces"))
-    assert f"{traces.wrong} wrong, {traces.adjudicated} different but legal; " in shown
+    assert f"{traces.adjudicated} different but legal; " in shown
 
 
 # ThinKV --------------------------------------------------------------------------------------------------------------

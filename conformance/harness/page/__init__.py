@@ -13,12 +13,13 @@ from string import Template
 from typing import Any
 
 from ... import discovery
-from ...judge.properties import ALL, PROPERTIES
+from ...judge.properties import ALL, EXPECTED, PAGES, PROPERTIES
 from .. import power
 from ..results import FAILED
 from ..verdict import NOT_COVERED, RIGHT, WRONG
+from ..wording import counted, first_line, without
 from . import details, plots
-from .markup import badge, bullets, code, counted, fold, listing, name, of_bound, pre, table, text
+from .markup import badge, bullets, code, fold, listing, name, of_bound, pre, table, text
 
 Values = Mapping[str, Any]
 
@@ -26,6 +27,8 @@ Values = Mapping[str, Any]
 MOST_TABLES = 2
 #: The verdicts on a method, the worst first.
 SEVERITY = (WRONG, NOT_COVERED, RIGHT)
+#: What explains the verdicts.
+ABOUT = "docs/how-to/test-your-kernel.md#the-verdict"
 
 
 def page(report: Values) -> str:
@@ -94,7 +97,7 @@ def _verdicts(report: Values) -> Iterator[str]:
             unfolded = overall["verdict"] == WRONG or len(found) <= MOST_TABLES
             yield fold(f"{text(method)}: {_overall(overall)}", shown, shown=unfolded)
     if found:
-        yield f'<p class="soft">{text(power.ABOUT)}</p>'
+        yield f'<p class="soft">{text(power.ABOUT)} All verdicts: {code(ABOUT)}, in kvtwin\'s documentation.</p>'
     if found and report["environment"]["device"].startswith("cpu"):
         yield f'<p class="soft">{text(f"O{power.ON_A_CPU[1:]}")}.</p>'
 
@@ -120,13 +123,13 @@ def _properties(method: str, properties: Mapping[str, Values]) -> str:
 
 
 def _property(one: Values) -> tuple[str, ...]:
-    counts = f"{power.short(one[one['unit']])} {one['unit']}"
+    counts = power.counts(one["unit"], one[one["unit"]])
     if one["wrong"]:
         of = f", {one['decisive']:,} of {one['decisions']:,} decisive" if one["decisions"] else ""
         counts = f"{one['wrong']:,} wrong{of}"
     fewer = power.fewer_than(one["limit"])
     worst = max(one["worst"].items(), key=lambda pair: (pair[1] is None, pair[1] or 0.0), default=None)
-    used = "-" if worst is None else f"{of_bound(worst[1])} ({text(worst[0])})"
+    used = "-" if worst is None else f"{of_bound(worst[1], one['unbounded'])} ({text(worst[0])})"
     verdict = badge(one["verdict"], ", as expected" if one["expected"] else "")
     return verdict, counts, f"fewer than {fewer}" if fewer else "-", used
 
@@ -138,11 +141,15 @@ def _says(judged: str, one: Values) -> str:
     if one["verdict"] == RIGHT:
         different = f"none wrong, {one['adjudicated']:,} different but legal<br>" if judged == "traces" else ""
         return different + about
-    counted_wrong = f"{one['wrong']:,} wrong, {one['adjudicated']:,} different but legal<br>" if one["wrong"] else ""
+    legal = f"{one['adjudicated']:,} different but legal<br>" if judged == "traces" and one["wrong"] else ""
     if one["follows"]:
-        return f"{counted_wrong}{_where(one)}may follow from {name(one['follows'])}<br>{about}"
-    reason = one["why"] or (one["message"] or "").split("\n")[0]
-    return f"{counted_wrong}{text(reason)}<br>{about}"
+        return f"{legal}{_where(one)}may follow from {name(one['follows'])}<br>{about}"
+    return f"{legal}{text(one['why']) or _first_line(one)}<br>{about}"
+
+
+def _first_line(one: Values) -> str:
+    """Where a wrong property fails, and the first line of the message."""
+    return _where(one) + text(without(first_line(one["message"]), one["field"]))
 
 
 def _where(one: Values) -> str:
@@ -171,22 +178,23 @@ def _causes(report: Values) -> Iterator[str]:
 def _cause(method: str, cause: Values, properties: Mapping[str, Values]) -> str:
     judged, one = cause["property"], properties[cause["property"]]
     also = bullets(
-        f"{name(other)}: {_where(properties[other])}{text((properties[other]['message'] or '').splitlines()[0])}"
-        for other in cause["consequences"]
+        f"{name(other)}: {_first_line(properties[other])}" for other in cause["consequences"]
     )
     more = f" and {counted(one['findings'] - 1, 'other test')}" if one["findings"] > 1 else ""
     inside = listing((
         ("where", code(".".join(filter(None, (one["subject"], one["field"])))) if one["subject"] else ""),
         ("smallest case", code(one["case"]) if one["case"] else ""),
         ("found", pre(one["message"]) if one["message"] else ""),
+        ("note", text(power.BLAMES_US) if one["checker"] else ""),
         ("replay", pre(one["replay"]) if one["replay"] else ""),
         ("test", code(one["test"]) + more),
         ("may explain", also),
+        ("about it", f"{code(PAGES[judged])}, in kvtwin's documentation"),
     ))
     expected = ", as expected" if one["expected"] else ""
     return (
         f'<section class="cause"><h3>{text(method)}, {name(judged)}: {badge(WRONG, expected)}</h3>\n'
-        f'<p class="soft">Expected: {text(ALL[judged])}.</p>\n{inside}</section>'
+        f'<p class="soft">Expected: {text({**ALL, **EXPECTED}[judged])}.</p>\n{inside}</section>'
     )
 
 

@@ -9,7 +9,8 @@ from ....fixtures import accuracy_plot, needle_plot
 from ....fixtures.stored import stored_result
 from ... import ledger
 from ..results import FAILED, KINDS, OUTCOMES
-from .markup import badge, bullets, code, counted, fold, name, of_bound, pre, table, text
+from ..wording import counted
+from .markup import badge, bullets, code, fold, name, of_bound, pre, table, text
 
 Values = Mapping[str, Any]
 

@@ -38,10 +38,11 @@ def badge(verdict: str, more: str = "") -> str:
     return f'<span class="badge {style}">{sign} {name(verdict)}{text(more)}</span>'
 
 
-def of_bound(fraction: float | None) -> str:
-    """An error as a fraction of its bound; None: it is infinite, or not a number."""
+def of_bound(fraction: float | None, unbounded: str | None = None) -> str:
+    """An error as a fraction of its bound; None, or infinite: it is no finite one, for the reason `unbounded`
+    (judge.mismatch)."""
     if fraction is None or not math.isfinite(fraction):
-        return "unbounded"
+        return unbounded or "unbounded"
     if fraction <= 1:
         return f"{100 * fraction:.3g} %"
     return f"{fraction:,.0f} times" if 100 < fraction < 1e7 else f"{fraction:.3g} times"
@@ -53,11 +54,6 @@ def code(value: Any) -> str:
 
 def pre(value: Any) -> str:
     return f"<pre>{text(value)}</pre>"
-
-
-def counted(count: int, what: str) -> str:
-    """ "1 test", "2 tests"."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def fold(summary: str, *inside: str, shown: bool = False) -> str:
@@ -72,19 +68,24 @@ def table(
 ) -> str:
     """A table in a box that scrolls if it is too wide. Cells are HTML; the first of each row is its head.
 
-    label: what it shows, for screen readers. numbers: the columns of numbers. long: the columns of long texts.
-    matrix: cells are verdicts.
+    label: what it shows, for screen readers. numbers: the columns of numbers. long: the columns of long texts; on a
+    narrow screen each row of a table that has some becomes a block, with the heads before the cells. matrix: cells are
+    verdicts.
     """
     kinds = [
         ' class="number"' if head in numbers else ' class="long"' if head in long else "" for head in heads
     ]
+    names = [f' data-head="{text(head)}"' if long else "" for head in heads]
     top = "".join(f'<th scope="col"{kind}>{text(head)}</th>' for head, kind in zip(heads, kinds, strict=True))
     body = "\n".join(
         f'<tr><th scope="row">{row[0]}</th>'
-        + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True)) + "</tr>"
+        + "".join(
+            f"<td{kind}{named if cell != '-' else ''}>{cell}</td>"
+            for cell, kind, named in zip(row[1:], kinds[1:], names[1:], strict=True)
+        ) + "</tr>"
         for row in rows
     )
-    style = ' class="matrix"' if matrix else ""
+    style = ' class="matrix"' if matrix else ' class="blocks"' if long else ""
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-label="{text(label)}"><table{style}>\n'
         f"<thead><tr>{top}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"

@@ -1,5 +1,6 @@
 """The plots of a verdict, as SVG: errors over their bounds, by field, by shape and along a trace, and decisive shares.
-Each says in words what it shows."""
+Each says in words what it shows. An error that is no finite multiple of its bound is drawn beside the scale, with its
+name: NaN, infinity, or "not exact" where the bound is 0."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from ..verdict import WRONG
 from .markup import fold, name, of_bound, text
 
 WIDTH, LEFT, RIGHT, ROW, TOP = 500, 176, 492, 22, 26
-LEAST = 1e-6  # smaller errors are drawn here
-MOST = 1e12  # larger errors, and those without a bound, are drawn here
+BESIDE = 84  # the width of the room for errors that are no finite multiples of their bounds, if there are some
+LEAST, MOST = 1e-6, 1e12  # errors beyond these are drawn here
 #: The shape of each dtype: a path around (0, 0).
 SHAPES = {
     "float32": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z", "float16": "M-4.5 -4.5h9v9h-9z",
@@ -22,8 +23,10 @@ SHAPES = {
 OTHER = "M0 -6L6 0L0 6L-6 0z"
 SHAPE_NAMES = {"float32": "circle", "float16": "square", "bfloat16": "triangle"}
 
-#: (property, field) -> dtype -> the largest error as a fraction of its bound.
-Errors = dict[tuple[str, str], dict[str, float]]
+#: The largest error as a fraction of its bound, and its name if that is infinite.
+Error = tuple[float, str]
+#: (property, field) -> dtype -> the largest error.
+Errors = dict[tuple[str, str], dict[str, Error]]
 
 
 def figures(report: Mapping[str, Any]) -> list[str]:
@@ -46,12 +49,11 @@ def figures(report: Mapping[str, Any]) -> list[str]:
 
 
 def errors(tests: Iterable[Mapping[str, Any]], method: str) -> Errors:
-    """The largest errors of a method; an unbounded one is infinite. A failed test counts with the error it found."""
+    """The largest errors of a method. A failed test counts with the error it found."""
     found: Errors = {}
 
-    def add(judged: str, field: str | None, dtype: str, used: float | None) -> None:
-        row = found.setdefault((judged, field or ""), {})
-        row[dtype] = max(math.inf if used is None else used, row.get(dtype, 0.0))
+    def add(judged: str, field: str | None, dtype: str, used: float | None, unbounded: str | None = None) -> None:
+        _keep(found.setdefault((judged, field or ""), {}), dtype, used, unbounded)
 
     for test in tests:
         if test["method"] != method or test["judges"] is None:
@@ -61,9 +63,16 @@ def errors(tests: Iterable[Mapping[str, Any]], method: str) -> Errors:
             for dtype, used in test["worst"].items():
                 add(test["judges"], test["judged_field"], dtype, used)
         if "of_bound" in finding:
-            add(finding["property"] or test["judges"], finding["field"], finding["dtype"], finding["of_bound"])
+            add(finding["property"] or test["judges"], finding["field"], finding["dtype"], finding["of_bound"],
+                finding.get("unbounded"))
     order = list(PROPERTIES)
     return dict(sorted(found.items(), key=lambda pair: (order.index(pair[0][0]), pair[0][1])))
+
+
+def _keep(row: dict[Any, Error], key: Any, used: float | None, unbounded: str | None = None) -> None:
+    """Keep the larger error. used: a fraction of the bound; None if it is infinite, for the reason `unbounded`."""
+    error = (math.inf, unbounded or "unbounded") if used is None or math.isinf(used) else (used, "")
+    row[key] = max(error, row.get(key, (0.0, "")))
 
 
 def errors_plot(method: str, found: Errors) -> str:
@@ -75,21 +84,22 @@ def errors_plot(method: str, found: Errors) -> str:
     return _rows_plot(f"{method}: largest errors over their bounds", rows, caption)
 
 
-def shapes(tests: Iterable[Mapping[str, Any]], method: str) -> dict[str, float]:
-    """The largest error of a method by head dimension, group and slots: "D 64"; an unbounded one is infinite."""
-    found: dict[str, float] = {}
+def shapes(tests: Iterable[Mapping[str, Any]], method: str) -> dict[str, Error]:
+    """The largest error of a method by head dimension, group and slots: "D 64"."""
+    found: dict[str, Error] = {}
     for test in tests:
         if test["method"] != method:
             continue
         finding = test["finding"]
-        wrong = dict.fromkeys(finding.get("sizes", ()), finding.get("of_bound"))
-        for size, used in [*test["shapes"].items(), *wrong.items()]:
-            found[size] = max(math.inf if used is None else used, found.get(size, 0.0))
+        for size, used in test["shapes"].items():
+            _keep(found, size, used)
+        for size in finding.get("sizes", ()):
+            _keep(found, size, finding.get("of_bound"), finding.get("unbounded"))
     order = "DGS"
     return dict(sorted(found.items(), key=lambda pair: (order.find(pair[0][0]), int(pair[0].split()[1]))))
 
 
-def shapes_plot(method: str, found: Mapping[str, float]) -> str:
+def shapes_plot(method: str, found: Mapping[str, Error]) -> str:
     """Rows: sizes."""
     names = {"D": "head dimension {}", "G": "group of {}", "S": "up to {} tokens"}
     rows = {names[size[0]].format(size.split()[1]): {"": used} for size, used in found.items()}
@@ -110,7 +120,8 @@ def drift_plot(method: str, found: Mapping[int, float]) -> str:
     """Across: steps; up: errors over their bounds, logarithmic."""
     if len(found) < 2:
         return ""
-    lowest, highest = (pick(map(_drawn, found.values())) for pick in (min, max))
+    finite = {number: used for number, used in found.items() if math.isfinite(used)}
+    lowest, highest = (pick(map(_drawn, finite.values()), default=1.0) for pick in (min, max))
     bottom, top = math.floor(min(math.log10(lowest), -1)), math.ceil(max(math.log10(highest), 1))
     left, height, last = LEFT - 100, 130, max(found)
 
@@ -130,8 +141,13 @@ def drift_plot(method: str, found: Mapping[int, float]) -> str:
         parts.append(f'<path class="{style}" d="M{left} {up(10.0**power):.1f}H{RIGHT}"/>')
         at = f'x="{left - 8}" y="{up(10.0**power) + 4:.1f}"'
         parts.append(f'<text class="soft" {at} text-anchor="end">{label}</text>')
-    line = "L".join(f"{across(number):.1f} {up(used):.1f}" for number, used in found.items())
-    parts.append(f'<path class="drift" d="M{line}"/>')
+    line = "L".join(f"{across(number):.1f} {up(used):.1f}" for number, used in finite.items())
+    parts += [f'<path class="drift" d="M{line}"/>'] if finite else []
+    parts += [
+        f'<path class="mark bad" transform="translate({across(number):.1f} {TOP})" d="{OTHER}">'
+        f"<title>step {number}: {of_bound(used)}</title></path>"
+        for number, used in found.items() if number not in finite
+    ]
     for number, anchor in ((0, "start"), (last, "end")):
         parts.append(
             f'<text class="soft" x="{across(number):.1f}" y="{TOP + height + 16}" text-anchor="{anchor}">'
@@ -141,6 +157,8 @@ def drift_plot(method: str, found: Mapping[int, float]) -> str:
     said = [f"step {number}: {of_bound(found[number])}" for number in (min(found), last)]
     said.append(f"the largest, at step {worst}: {of_bound(found[worst])}")
     caption = "The largest error of a state at each step of the recorded traces, as a fraction of its bound."
+    if len(finite) < len(found):
+        caption += " Diamonds at the top: steps with NaN, infinity, or an inexact number where the bound is 0."
     return _figure(f"{method}: errors along a trace", said, TOP + height + 26, parts, caption)
 
 
@@ -165,16 +183,18 @@ def decisive_plot(method: str, properties: Mapping[str, Mapping[str, Any]]) -> s
     return _figure(f"{method}: decisive share of the decisions", said, 12 + ROW * len(rows), parts, caption)
 
 
-def _rows_plot(title: str, rows: Mapping[str, Mapping[str, float]], caption: str) -> str:
+def _rows_plot(title: str, rows: Mapping[str, Mapping[str, Error]], caption: str) -> str:
     """Rows by label, marks by dtype, "" for none; the horizontal axis is logarithmic, with the bound at 1."""
     if not rows:
         return ""
-    largest = max(_drawn(used) for row in rows.values() for used in row.values())
+    every = [error for row in rows.values() for error in row.values()]
+    largest = max((_drawn(used) for used, why in every if not why), default=1.0)
+    right = RIGHT - BESIDE if any(why for _, why in every) else RIGHT
     decades = max(2, min(math.ceil(math.log10(largest)), 12))
     lowest = round(math.log10(LEAST))
 
     def across(power: float) -> float:
-        return LEFT + 8 + (power - lowest) / (decades - lowest) * (RIGHT - LEFT - 16)
+        return LEFT + 8 + (power - lowest) / (decades - lowest) * (right - LEFT - 24)
 
     height = TOP + ROW * len(rows) + 26
     one, end = across(0), TOP + ROW * len(rows)
@@ -182,7 +202,8 @@ def _rows_plot(title: str, rows: Mapping[str, Mapping[str, float]], caption: str
         f'<rect class="beyond" x="{one:.1f}" y="{TOP}" width="{RIGHT - one:.1f}" height="{end - TOP}"/>',
         f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">wrong: beyond the bound</text>',
     ]
-    step = 2 if decades - lowest <= 16 else 4
+    parts += [f'<path class="grid" d="M{right} {TOP}V{end}"/>'] if right < RIGHT else []
+    step = 2 if (decades - lowest) * 16 <= right - LEFT else 4  # a label takes 32
     for power in range(-(-lowest // step) * step, decades + 1, step):
         style, label = ("grid", f"{10.0**power:.0e}".replace("e-0", "e-").replace("e+0", "e"))
         if power == 0:
@@ -193,15 +214,23 @@ def _rows_plot(title: str, rows: Mapping[str, Mapping[str, float]], caption: str
     for number, (label, row) in enumerate(rows.items()):
         middle = TOP + ROW * number + ROW / 2
         parts.append(f'<text x="{LEFT}" y="{middle + 4:.1f}" text-anchor="end">{text(_short(label))}</text>')
-        for dtype, used in row.items():
+        beside = right + 2
+        for dtype, (used, why) in row.items():
             bad = " bad" if used > 1 else ""
             what = f"{label}, {dtype}" if dtype else label
-            at = f"translate({across(math.log10(_drawn(used))):.1f} {middle:.1f})"
+            if why:
+                beside += 12
+            at = f"translate({beside if why else across(math.log10(_drawn(used))):.1f} {middle:.1f})"
             parts.append(
                 f'<path class="mark{bad}" transform="{at}" d="{SHAPES.get(dtype, OTHER)}">'
-                f"<title>{text(f'{what}: {of_bound(used)}')}</title></path>"
+                f"<title>{text(f'{what}: {of_bound(used, why)}')}</title></path>"
             )
-        said.append(f"{label}: " + ", ".join(f"{dtype} {of_bound(used)}".strip() for dtype, used in row.items()))
+        names = [why for _, why in row.values() if why]
+        if names:
+            parts.append(f'<text class="bad" x="{beside + 8}" y="{middle + 4:.1f}">{text(min(names))}</text>')
+        said.append(
+            f"{label}: " + ", ".join(f"{dtype} {of_bound(used, why)}".strip() for dtype, (used, why) in row.items())
+        )
     return _figure(title, said, height, parts, caption)
 
 

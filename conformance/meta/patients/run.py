@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from pathlib import Path
@@ -71,7 +72,25 @@ def verdict_of(
         pytest.main([str(plugin.HERE / file), *arguments, "-p", "no:xdist", "-k", keyword], plugins=[Keep()])
     finally:
         settings.load_profile(profile)
+    assert not foreign_texts(found[method]), foreign_texts(found[method])
     return found[method]
+
+
+#: Words of Hypothesis, pytest and pytest-xdist, and the values that pytest adds to an assertion.
+FOREIGN = re.compile(
+    r"hypothesis|falsifying|failing test case|flaky|inconsistent data|unsatisfi|reject\(\)|pytest|did not raise|"
+    r"internalerror|xdist|worker 'gw|node down|^assert |\n\s*assert |\+  where", re.IGNORECASE
+)
+
+
+def foreign_texts(found: verdict.MethodVerdict) -> list[str]:
+    """The texts of a verdict that have words of other tools: reasons, messages, refusals and notes. Commands that run
+    a test again name pytest, and are left out."""
+    texts = [one.why for one in found.properties.values()]
+    texts += [str(finding.get(key)) for one in found.properties.values() for finding in one.findings
+              for key in ("message", "error")]
+    texts += [*found.refused, *found.notes, *found.missing]
+    return [text for text in texts if FOREIGN.search(re.sub("raised in .*, line", "", text))]  # paths have any words
 
 
 def wrong(found: verdict.MethodVerdict) -> set[str]:
