@@ -22,6 +22,7 @@ import pytest
 
 from . import discovery, interpreter, plugin
 from .command_line import Parser, number, unknown, words
+from .gpu import sanitize, watch
 from .harness import environment, naming, options, results, suite, survival
 from .own_methods import MethodError
 
@@ -78,8 +79,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples; "
-        "without --impl, quick also leaves out the tests that are slow on this device and, if no METHOD is named, all "
-        "but properties, lockstep, claims, golden traces, laws and bad input"
+        "without --impl, quick leaves out the tests that are slow on this device and, if no METHOD is named, all but "
+        "the main kinds of tests"
     )
     made.add_argument(
         "--seed", type=number(0, 2**64), metavar="N", help="draw other cases (not with the profiles quick, brief and "
@@ -100,6 +101,10 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     made.add_argument(
         "--time-limit", type=number(0.001, survival.MOST_SECONDS, whole=False), metavar="S",
         help=f"with --impl: judge what this time allows ({survival.SECONDS_IN_ALL:g})",
+    )
+    made.add_argument(
+        "--sanitize", nargs="?", choices=sanitize.TOOLS, const="memcheck", metavar="TOOL",
+        help=f"with --impl: run under {sanitize.PROGRAM} (memcheck)",
     )
     made.add_argument("--xfails", type=_path, metavar="FILE", help="tests that are expected to fail, a line each")
     made.set_defaults(watched=False)
@@ -209,6 +214,15 @@ def add_accuracy(chosen: argparse.Namespace) -> None:
     write_report({**report, "accuracy": accuracy_of.plain(rows)}, chosen.report)
 
 
+def _sanitized(chosen: argparse.Namespace) -> list[str]:
+    """The command line of the process that compute-sanitizer watches."""
+    return [
+        *chosen.methods, f"--impl={chosen.impl}", "--device=cuda", "--jobs=1", f"--report={chosen.report}",
+        f"--hypothesis-profile={chosen.hypothesis_profile or 'brief'}", f"-k={chosen.keyword or watch.TESTS}",
+        *([] if chosen.seed is None else [f"--seed={chosen.seed}"]),
+    ]
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     try:
         made = parser(prog)
@@ -227,10 +241,18 @@ def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> int:
     for name, limit in (("--call-limit", chosen.call_limit), ("--time-limit", chosen.time_limit)):
         if limit is not None and chosen.impl is None:
             made.error(f"{name} needs --impl; calls of kvtwin's own methods have no limit")
+    if chosen.sanitize is not None:
+        if chosen.impl is None:
+            made.error("--sanitize needs --impl; python -m tox -e sanitize watches kvtwin's own kernels")
+        lacking = "--device=cpu has no kernels" if chosen.device == "cpu" else watch.missing()
+        if lacking is not None:
+            made.error(f"--sanitize: {lacking}")
+        return watch.run(chosen.sanitize, _sanitized(chosen), Path("kvtwin-sanitizer"))
     chosen.required, chosen.methods = chosen.methods, chosen.methods or names
     chosen.jobs = chosen.jobs or default_jobs()
-    chosen.watched = chosen.impl is not None and importlib.util.find_spec("xdist") is not None
-    if chosen.impl is not None and not chosen.watched:
+    under_tool = watch.WATCHED in os.environ
+    chosen.watched = chosen.impl is not None and not under_tool and importlib.util.find_spec("xdist") is not None
+    if chosen.impl is not None and not chosen.watched and not under_tool:
         print("note: without pytest-xdist, a call that ends its process ends this run", file=sys.stderr)
     job = MainJob()
     if chosen.impl is not None and os.getcwd() not in sys.path:

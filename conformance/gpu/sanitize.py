@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,19 +45,24 @@ class Found:
 
 
 def parsed(log: str, kernels: Iterable[str]) -> Found:
-    """The findings in the output of compute-sanitizer. A finding starts at the margin; what follows is indented."""
+    """The findings in kernels of these names. A finding starts at the margin; what follows is indented."""
     names = re.compile(r"\b(" + "|".join(map(re.escape, sorted(kernels))) + r")\b")
     ours: dict[str, list[str]] = {}
     others = 0
-    blocks = re.split(r"^========= (?=\S)", "\n".join(re.findall(r"^=========.*", log, re.M)), flags=re.M)
-    for block in blocks[1:]:
-        if not re.match(r"Invalid|Misaligned|Uninitialized|Race|Error: Race|Warning: Race|Barrier|Divergent", block):
-            continue
+    for block in findings(log):
         if kernel := names.search(block):
-            ours.setdefault(kernel[1], []).append(block.replace("=========", "").strip())
+            ours.setdefault(kernel[1], []).append(block)
         else:
             others += 1
     return Found(ours, others, re.search(r"^========= (ERROR|RACECHECK) SUMMARY", log, re.M) is not None)
+
+
+def findings(log: str) -> Iterator[str]:
+    """The findings in the output of compute-sanitizer, whatever their kernel."""
+    blocks = re.split(r"^========= (?=\S)", "\n".join(re.findall(r"^=========.*", log, re.M)), flags=re.M)
+    for block in blocks[1:]:
+        if re.match(r"Invalid|Misaligned|Uninitialized|Race|Error: Race|Warning: Race|Barrier|Divergent", block):
+            yield block.replace("=========", "").strip()
 
 
 def run(tool: str | None, module: str, arguments: Sequence[str], logs: Path) -> tuple[int, str]:

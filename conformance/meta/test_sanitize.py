@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtwin.conformance.gpu import sanitize
+from kvtwin.conformance.gpu import sanitize, watch
 
 #: Output of compute-sanitizer 2025.3 on an H200 for gpu/faults.py, and of a kernel of torch's.
 MEMCHECK = """========= COMPUTE-SANITIZER
@@ -110,3 +110,19 @@ def test_without_the_program_it_is_a_usage_error(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         sanitize.main([])
     assert "compute-sanitizer is not on the PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("log", "code", "status", "says"), [
+    (MEMCHECK, 0, 1, "memcheck: 1 findings, 0 in kernels of PyTorch and CUDA"),
+    (INITCHECK.replace("fault_initcheck", "void at::native::other"), 0, 0, "0 findings, 2 in kernels of PyTorch"),
+    (CLEAN, 6, 0, "memcheck: 0 findings"), (CLEAN, 1, 1, "longflow of theirs: WRONG"), (CLEAN, 4, 4, ""),
+    ("", 0, 3, ""),
+], ids=["finding", "of torch", "few cases", "wrong", "no start", "not finished"])
+def test_somebody_elses_kernels_under_a_tool(log, code, status, says, tmp_path, monkeypatch, capsys):
+    program = tmp_path / sanitize.PROGRAM
+    program.write_text(f"#!{sys.executable}\nprint({log!r} + 'longflow of theirs: WRONG')\nraise SystemExit({code})\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert watch.run("memcheck", ["longflow", "--impl=theirs"], tmp_path / "logs") == status
+    said = capsys.readouterr().out
+    assert says in said and "=========" not in said
