@@ -51,6 +51,11 @@ def replay_with(implementation: str, device: str) -> None:
     _options[:] = ["--impl", implementation, "--device", device]
 
 
+def options() -> list[str]:
+    """The options that name the implementation under test and its device."""
+    return [*_options]
+
+
 def last_command() -> str | None:
     """The command that replays the saved case of the running test; None if none was saved."""
     test = cases.running_test()

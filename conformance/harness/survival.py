@@ -155,17 +155,18 @@ def explain(report: pytest.TestReport, worker: str, folder: Path) -> None:
         return  # before the first call
     if running.get("test") != report.nodeid:
         return
-    how = _how(folder / f"{worker}.txt")
+    how, facts = _how(folder / f"{worker}.txt"), running["facts"]
     with (folder / ENDS).open("a", encoding="utf-8") as ends:
         ends.write(f"{_line(running['call'], running)}\n" * (OF_A_LOOP if how.startswith(LOOPS) else 1))
+    described = _smallest(running["case"], facts["subject"], folder / f"{running['call']}.json")
     message = f"{running['call']} {how}"
-    case, replay = _saved(running["case"], folder / f"{worker}.safetensors", report.nodeid, running["facts"])
+    case, replay = _saved(described, folder / f"{worker}.safetensors", report.nodeid, facts)
     finding = {
-        "property": SURVIVES, "subject": running["facts"]["subject"], "field": None, "error": "EndsCall",
+        "property": SURVIVES, "subject": facts["subject"], "field": None, "error": "EndsCall",
         "message": message, "case": case, "replay": replay,
     }
     report.when, report.longrepr = "call", message
-    report.kvtwin = running["facts"] | {"finding": finding, "touched": True}  # type: ignore[attr-defined]
+    report.kvtwin = facts | {"finding": finding, "touched": True}  # type: ignore[attr-defined]
 
 
 def _line(call: str, running: Mapping[str, Any]) -> str:
@@ -179,6 +180,21 @@ def _how(trace: Path) -> str:
     if said.startswith("Timeout"):
         return f"{LOOPS} within {float(os.environ[LIMIT]):g} s"
     return f"ended in {said.splitlines()[0]}" if said else "ended its process: an abort, an exit or a signal"
+
+
+def _smallest(described: dict[str, Any] | None, subject: str | None, known: Path) -> dict[str, Any] | None:
+    """The smallest case that ends a process, if simpler ones than this can be made. known: that of the function, once
+    it has been found."""
+    if described is None or subject is None or described["content"] == "given":
+        return described
+    from ..cases import failures
+    from ..judge import smallest
+
+    if not known.exists():
+        limit = float(os.environ[LIMIT])
+        known.write_text(json.dumps(smallest.find(subject, described, known.parent, failures.options(), limit)))
+    found: dict[str, Any] = json.loads(known.read_text())
+    return found
 
 
 def _saved(

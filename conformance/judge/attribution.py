@@ -118,7 +118,7 @@ def _variants(case: Case) -> Iterator[Case]:
         for name, sizes in SIZES.items():
             if name in names:
                 for size in filter(_declared, sizes):
-                    yield _resized(dataclasses.replace(case, seed=seed), name, size)
+                    yield resized(dataclasses.replace(case, seed=seed), name, size)
 
 
 def _declared(size: int) -> bool:
@@ -127,7 +127,7 @@ def _declared(size: int) -> bool:
     return size % can.slots_multiple_of == 0 and (can.max_slots is None or size <= can.max_slots)
 
 
-def _resized(case: Case, name: str, size: int) -> Case:
+def resized(case: Case, name: str, size: int) -> Case:
     """The case with another number of slots or tokens; what depends on it is reduced."""
     changes: dict[str, Any] = {name: size}
     for other, least in (("queries", 1), ("observers", 1), ("budget", 1), ("keep", 1)):

@@ -1,0 +1,93 @@
+"""The smallest case in which a call does not return: ``python -m kvtwin.conformance.judge.smallest SUBJECT FILE``.
+
+FILE holds a case, as JSON, whose call ended a process. This process makes the call with simpler and larger cases in
+turn, up to this one, and adds each to the file before its call. So the last one in the file is that of the call that
+ended this process, too. Exit code 0 if all calls returned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..cases import saved
+from ..cases.case import Case
+
+#: Seconds for what is not the call: to import everything.
+START = 60.0
+#: Sizes that are tried, as far as the case has more.
+SOME = tuple(2**number + 1 for number in range(20))
+
+
+def find(subject: str, described: dict[str, Any], folder: Path, options: Sequence[str], limit: float) -> dict[str, Any]:
+    """The smallest case, in another process; the given one if that does not end. options: of `main`; limit: of a call,
+    in seconds."""
+    path = folder / "smallest.jsonl"
+    path.write_text(json.dumps(described) + "\n", encoding="utf-8")
+    command = [sys.executable, "-m", __name__, subject, str(path), *options, "--limit", str(limit)]
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
+            timeout=START + 2 * limit,
+        ).returncode != 0
+    except subprocess.TimeoutExpired:
+        ended = True
+    _, *tried = path.read_text(encoding="utf-8").splitlines()
+    found: dict[str, Any] = json.loads(tried[-1]) if ended and tried else described
+    return found
+
+
+def simpler(subject: Any, case: Case) -> Iterator[Case]:
+    """Ordinary cases, and cases like this one, the smallest first; this one at the end."""
+    from .attribution import SIZES, resized
+    from .subjects import neutral
+
+    names = {one.name for one in dataclasses.fields(case)}
+    for base in (neutral(subject, case), case):
+        for name in SIZES:
+            if name in names:
+                yield from (resized(base, name, size) for size in SOME if size < getattr(base, name))
+        yield base
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("subject")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--impl", required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--limit", type=float, required=True)
+    options = parser.parse_args(arguments)
+    from .. import capabilities, interpreter
+
+    if options.device == "cpu":
+        interpreter.turn_on()
+    interpreter.prepare()
+    sys.path.insert(0, os.getcwd())
+    from ..harness.impl import Twins
+    from . import subjects
+
+    subject = next(one for one in subjects.every() if str(one) == options.subject)
+    twins = Twins(options.impl)
+    with capabilities.use(twins.capabilities(subject.method)), options.file.open("a", encoding="utf-8") as file:
+        case = saved.from_description(json.loads(options.file.read_text(encoding="utf-8")))
+        for one in simpler(subject, case):
+            print(json.dumps(one.described()), file=file, flush=True)
+            faulthandler.dump_traceback_later(options.limit, exit=True)
+            with suppress(Exception):  # of another kind: a test says so
+                subject.call(subject.module(twins.optimized), one)
+            faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
