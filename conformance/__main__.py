@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,8 @@ from .own_methods import MethodError
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
 MOST_JOBS = 4  # each takes about a GB
+#: The profiles whose cases do not depend on the seed, and the number of seeds.
+DERANDOMIZED, MOST_SEEDS = ("quick", "brief", "ci"), 1_000_000
 QUERIES = 40  # of each task, with --accuracy
 
 
@@ -81,8 +84,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "but properties, lockstep, claims, golden traces, laws and bad input"
     )
     made.add_argument(
-        "--seed", type=int, metavar="N", help="draw other cases (not with the profiles quick, brief and ci, which draw "
-        "the same); default with --impl: 0",
+        "--seed", type=int, metavar="N", help="draw the cases of an earlier run, which printed N (the profiles quick, "
+        "brief and ci always draw the same); default with --impl: another one each time",
     )
     made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
     made.add_argument(
@@ -143,7 +146,8 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         if not chosen.verbose:  # the verdict shows one case per cause
             arguments += ["--tb=no", "-rN"]
         profile = profile or "default"
-        chosen.seed = chosen.seed or 0
+        if chosen.seed is None:
+            chosen.seed = 0 if profile in DERANDOMIZED else secrets.randbelow(MOST_SEEDS)
     elif profile == "quick":
         arguments += ["-m", "not slow"]
         arguments += [] if chosen.required else [f"--ignore={path}" for path in results.corners()]

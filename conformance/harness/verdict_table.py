@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from ..judge.properties import SURVIVES
+from ..judge.properties import OF_CALLS
 from . import power
 from .page.markup import of_bound
 from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
@@ -48,7 +48,7 @@ def _row(name: str, judged: Judgement) -> tuple[str, ...]:
     if name == "traces" and judged.verdict == RIGHT:
         says = f"none wrong, {judged.adjudicated} different but legal"
     counted = f"{judged.wrong} wrong, {judged.adjudicated} different but legal; " if judged.wrong else ""
-    counted = "" if name == SURVIVES else counted
+    counted = "" if name in OF_CALLS else counted
     if judged.findings:
         first = judged.findings[0]
         where = ".".join(filter(None, (first.get("subject"), first.get("field"))))

@@ -16,8 +16,12 @@ PROPERTIES = {
     "traces": "decisions on the recorded traces of a trained model",
     "bad_input": "wrong arguments raise errors",
 }
-#: A property that every call judges, and that a verdict shows if it is wrong.
-SURVIVES = "survives"
-ALL = {SURVIVES: "each call returns: no abort, exit, endless loop, lack of memory or illegal access", **PROPERTIES}
+#: Properties that every call judges, and that a verdict shows if they are wrong.
+SURVIVES, FAIR_PLAY = "survives", "fair_play"
+OF_CALLS = {
+    SURVIVES: "each call returns: no abort, exit, endless loop, lack of memory or illegal access",
+    FAIR_PLAY: "each call computes its result itself, from its arguments, and leaves alone what judges it",
+}
+ALL = {**OF_CALLS, **PROPERTIES}
 #: Those that a verdict of "right" needs.
 CORE = ("accuracy", "decisions", "free_slots", "repeatability")
