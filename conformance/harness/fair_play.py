@@ -15,6 +15,7 @@ each other fast. kvtwin's own modules may use kvtwin. This is no sandbox: code t
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -40,6 +41,7 @@ FOLDER = str(Path(__file__).resolve().parents[1])
 PARTS = {
     part: os.path.join(os.path.dirname(FOLDER), part) + os.sep for part in ("reference", "optimized")
 } | {"judge": os.path.join(FOLDER, "judge") + os.sep}
+HARNESS = os.path.join(FOLDER, "harness") + os.sep
 #: Parts of the reference that everybody may use: types, checks of arguments, results.
 FOR_ALL = ("contract.py", "types.py", "pages.py", "_interrupted.py")
 CLOSELY, SELDOM = 8, 16
@@ -127,9 +129,7 @@ class Guard:
             if self.calling:
                 return get(state)
             with self.call(name):
-                return as_tensor(get(state))
-
-        from .returned import as_tensor  # imports this module
+                return get(state)
 
         return watched
 
@@ -167,7 +167,7 @@ class Call:
                 yield
             finally:
                 sys.setprofile(before[0])
-                threading.setprofile(before[1])  # type: ignore[arg-type]
+                threading.setprofile(before[1])
                 stats.worked(self.work)
                 self.found += [f"replaces {what}" for what in places.changed()]
 
@@ -187,11 +187,10 @@ class Call:
         """The call, or what it calls, calls a function of a part of kvtwin."""
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
         owner = function.rpartition(".")[0].split(".")[0]
-        if function == "<module>" or owner.endswith(("Config", "Result")):
+        by_harness = frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(HARNESS)
+        if function == "<module>" or owner.endswith(("Config", "Result")) or (by_harness and part == "judge"):
             return
-        name = f"{module}.{function}"
-        is_it = frame.f_back is None or part_of(frame.f_back.f_code.co_filename) is None and _is_harness(frame.f_back)
-        says = f"is {name}" if is_it else f"calls {name}"
+        says = f"{'is' if by_harness else 'calls'} {module}.{function}"
         if part == "optimized":
             if not self.noted:
                 stats.noted(f"{self.name} {says}")
@@ -211,10 +210,6 @@ def part_of(file: str, known: dict[str, str | None] = {}) -> str | None:  # noqa
         name = os.path.basename(file)
         known[file] = None if name in FOR_ALL or name.startswith("_validate") else found
     return known[file]
-
-
-def _is_harness(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(os.path.join(FOLDER, "harness"))
 
 
 def _files() -> tuple[str, ...]:
@@ -244,7 +239,8 @@ def _name_of(error: BaseException) -> str:
 def _import_judges() -> None:
     """Import what judges and the references, so that a later import of them is one of a copy."""
     from .. import discovery
-    from ..judge import attribution, calls, checkers, lockstep, repeats, subjects  # noqa: F401
 
+    for name in ("attribution", "calls", "checkers", "lockstep", "repeats", "subjects"):
+        importlib.import_module(f"kvtwin.conformance.judge.{name}")
     for pair in discovery.pairs():
         assert isinstance(pair.reference, ModuleType)

@@ -34,8 +34,7 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         "error": type(error).__name__, "message": _first_lines(error),
         "case": None if case is None else repr(case), "replay": failures.last_command(),
     }
-    of_calls = isinstance(error, survival.EndsCall | Unfair)
-    if of_calls:
+    if isinstance(error, survival.EndsCall | Unfair):
         found["property"] = error.shows
     tested = subject if isinstance(subject, Subject) else None
     # A replay judges the case, and does not repeat what a test asserts of its own.
@@ -46,7 +45,7 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     of_bound, dtype = getattr(error, "of_bound", None), getattr(case, "dtype", None)
     if of_bound is not None and dtype is not None:
         found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case)}
-    if of_calls:
+    if isinstance(error, survival.EndsCall | Unfair):
         return found
     if judged is None or case is None or tested is None:
         # Without a subject the case cannot be made simpler: the truth may be missed for the reasons of any property.

@@ -280,9 +280,14 @@ def _refusing(
     for attribute in dir(found):
         value = inspect.getattr_static(found, attribute, None)
         if isinstance(value, property) and value.fget is not None and not attribute.startswith("_"):
-            members[attribute] = property(guard.reading(f"{name}.{attribute}", value.fget), value.fset, value.fdel)
+            get = guard.reading(f"{name}.{attribute}", _plain(value.fget))
+            members[attribute] = property(get, value.fset, value.fdel)
     members["__init__"] = of("__init__", name)
     return type(found.__name__, (found,), {**members, "__module__": found.__module__})
+
+
+def _plain(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda state: as_tensor(get(state))
 
 
 def _by_name(ours: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

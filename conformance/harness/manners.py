@@ -68,7 +68,7 @@ def _restore(what: str, value: Any) -> None:
     elif what == "whether algorithms are deterministic":
         torch.use_deterministic_algorithms(value[0], warn_only=value[1])
     elif what == "the seed of torch's random numbers":
-        torch.random.default_generator.manual_seed(value)
+        torch.default_generator.manual_seed(value)
     else:
         for name in _settings()[what].keys() - value.keys():
             del os.environ[name]

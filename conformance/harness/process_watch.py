@@ -116,7 +116,7 @@ def is_below(file: str, root: str) -> bool:
     return bool(root) and file.startswith(root) and not any(part in file[len(root):] for part in PACKAGES)
 
 
-class Environment(os._Environ):  # type: ignore[type-arg]
+class Environment(os._Environ[str]):
     """`os.environ`, which tells of variables that say of tests."""
 
     def __getitem__(self, key: Any) -> Any:

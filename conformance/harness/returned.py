@@ -9,6 +9,7 @@ from typing import Any
 from ..judge.fields import Missing
 from .fair_play import Unfair
 
+
 def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
     """Convert ``value`` to the NamedTuple ``result``: its fields by attribute, by key, or in order.
 
@@ -40,8 +41,8 @@ def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
 
 
 def as_tensor(value: Any) -> Any:
-    """A tensor, or an array of another library, as a plain tensor, with the same memory where that is possible; anything
-    else as it is. Raises Unfair for objects that only look like a tensor."""
+    """A tensor, or an array of another library, as a plain tensor, with the same memory where that is possible;
+    anything else as it is. Raises Unfair for objects that only look like a tensor."""
     import torch
     import torch.utils.dlpack
 

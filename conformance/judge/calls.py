@@ -56,7 +56,7 @@ UNFINISHED = "read on the current stream right after the call (is work left on a
 def _unfinished(subject: Subject, module: Any, inputs: dict[str, Any], others: dict[str, Any]) -> dict[str, Tensor]:
     """The result of a call as work finds it that the current stream does next. The GPU is busy when the call is made,
     and then gets the call's inputs: the contents of `others`."""
-    torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(BUSY)
     set_contents(inputs, others)
     found = copies(fields_of(subject.result(module, inputs)))
     torch.cuda.synchronize()

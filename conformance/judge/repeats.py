@@ -55,8 +55,8 @@ def assert_repeats(subject: Subject, module: Any, case: Case, process: fresh.Pro
 
 
 def assert_repeats_often(subject: Subject, module: Any, case: Case, count: int | None = None) -> None:
-    """Launch the function's call `count` times, by default OFTEN times, and then with other contents, in the same memory
-    and in other memory. Raises compare.Mismatch."""
+    """Launch the function's call `count` times, by default OFTEN times, and then with other contents, in the same
+    memory and in other memory. Raises compare.Mismatch."""
     with failures.judging(str(subject)):
         others, inputs = subject.inputs(subject.other(case)), copies(subject.inputs(case))
         other = copies(returned(subject, module, others))

@@ -101,22 +101,21 @@ FOUND = [
 ]
 #: Harmless, and what is noted of them: the verdict on what ran is not wrong.
 HARMLESS = [
-    Row(borrowing.on_the_optimized_side, "decode_attention calls kvtwin.optimized.longflow.decode_attention"),
+    Row(borrowing.on_the_optimized_side, "decode_attention calls kvtwin.optimized.longflow.functions.decode_attention"),
     Row(results.WithGradients, ""),
     Row(results.Seeding, "decode_attention changes the seed of torch's random numbers"),
 ]
 
 
-def judged(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tests: str | None = None) -> verdict.MethodVerdict:
+def judged(row: Row, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> verdict.MethodVerdict:
     return run.verdict_of(
-        row.method, row.provided(), {}, row.tests if tests is None else tests, tmp_path, monkeypatch, PROPERTIES,
-        stranger=FOLDER / "__init__.py",
+        row.method, row.provided(), {}, tests, tmp_path, monkeypatch, PROPERTIES, stranger=FOLDER / "__init__.py"
     )
 
 
 @pytest.mark.parametrize("row", FOUND, ids=lambda row: row.id)
 def test_it_is_found_and_named(row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = judged(row, tmp_path, monkeypatch)
+    found = judged(row, row.tests, tmp_path, monkeypatch)
     assert run.wrong(found) == {row.shows}, run.shown(found)
     assert row.says in found.properties[row.shows].findings[0]["message"]
     assert found.verdict == verdict.WRONG
@@ -124,6 +123,6 @@ def test_it_is_found_and_named(row, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("row", HARMLESS, ids=lambda row: row.id)
 def test_it_is_harmless(row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = judged(row, tmp_path, monkeypatch, f"({CALLS} or test_numbers) and decode_attention")
+    found = judged(row, f"({CALLS} or test_numbers) and decode_attention", tmp_path, monkeypatch)
     assert not run.wrong(found) and found.properties["repeatability"].verdict == verdict.RIGHT, run.shown(found)
     assert any(row.says in note for note in found.notes) or not row.says
