@@ -84,8 +84,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "but properties, lockstep, claims, golden traces, laws and bad input"
     )
     made.add_argument(
-        "--seed", type=int, metavar="N", help="draw other cases, or those of the run that printed N; default with --impl: "
-        "another each time",
+        "--seed", type=int, metavar="N", help="draw other cases, or those of the run that printed N; default "
+        "with --impl: another each time",
     )
     made.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only the tests whose names match, as in pytest")
     made.add_argument(

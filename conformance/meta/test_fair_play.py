@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import builtins
+import re
+import sys
+import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from kvtwin.conformance.harness import verdict
+from kvtwin.conformance.cases.case import DecodeCase, WindowCase
+from kvtwin.conformance.harness import fair_play, verdict
+from kvtwin.conformance.harness.impl import Facade, Twins
+from kvtwin.conformance.judge import calls, subjects
+from kvtwin.conformance.judge.mismatch import Mismatch
 from kvtwin.conformance.judge.properties import FAIR_PLAY
 from kvtwin.conformance.meta.patients import exploits, longflow, run
 from kvtwin.conformance.meta.patients.exploits import borrowing, ending, looking, replacing, results, states
+from kvtwin.reference.longflow import DecodeResult
 
 FOLDER = Path(exploits.__file__).parent
 PROPERTIES = "every_method/test_properties.py"
@@ -31,7 +42,7 @@ class Row(NamedTuple):
 
     @property
     def method(self) -> str:
-        return "h2o" if self.name == "H2OState" else "longflow"
+        return {"H2OState": "h2o", "compress": "snapkv"}.get(self.name, "longflow")
 
     @property
     def id(self) -> str:
@@ -54,6 +65,7 @@ FOUND = [
     Row(borrowing.in_a_thread, f"calls {REFERENCE}"),
     Row(borrowing.from_the_judge, "calls kvtwin.conformance.judge.oracle.oracle"),
     Row(borrowing.H2OState, "H2OState is kvtwin.reference.blocks.BlockState.__init__", tests=STATE, name="H2OState"),
+    Row(borrowing.compress, "calls kvtwin.reference.baselines.snapkv.compress", name="compress"),
     Row(replacing.TorchAllclose, "replaces torch.allclose"),
     Row(replacing.TorchEqual, "replaces torch.equal"),
     Row(replacing.TensorAbs, "replaces torch.Tensor.abs"),
@@ -113,7 +125,21 @@ def judged(row: Row, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-@pytest.mark.parametrize("row", FOUND, ids=lambda row: row.id)
+#: Those that every run judges, one of a kind.
+QUICK = (
+    borrowing.imports, replacing.TorchEqual, replacing.JudgesCode, looking.Frames, looking.Variable, ending.Skips,
+    results.LazyTensor, results.ByVersion, results.ThreeBuffers,
+)
+ROWS = [pytest.param(row, id=row.id, marks=() if row.exploit in QUICK else pytest.mark.slow) for row in FOUND]
+
+
+def test_there_are_many_kinds():
+    modules = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
+    assert modules <= {row.exploit.__module__.rpartition(".")[2] for row in FOUND} and len(FOUND) >= 50
+    assert set(QUICK) < {row.exploit for row in FOUND}
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_it_is_found_and_named(row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = judged(row, row.tests, tmp_path, monkeypatch)
     assert run.wrong(found) == {row.shows}, run.shown(found)
@@ -121,8 +147,72 @@ def test_it_is_found_and_named(row, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found.verdict == verdict.WRONG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", HARMLESS, ids=lambda row: row.id)
 def test_it_is_harmless(row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = judged(row, f"({CALLS} or test_numbers) and decode_attention", tmp_path, monkeypatch)
     assert not run.wrong(found) and found.properties["repeatability"].verdict == verdict.RIGHT, run.shown(found)
     assert any(row.says in note for note in found.notes) or not row.says
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("torch.equal = lambda *values: True", "theirs replaces torch.equal when it is imported"),
+    ("import threading, builtins\nthread = threading.Timer(0, lambda: setattr(builtins, 'abs', max))\n",
+     "theirs replaces builtins.abs"),
+], ids=["import", "later"])
+def test_what_is_replaced_outside_of_calls_is_found_in_the_next_call(text, says, tmp_path, monkeypatch):
+    (tmp_path / "theirs.py").write_text(f"import torch\n{text}\ndef decode_attention(): return 1, 2, 3\n"
+                                        "class longflow: decode_attention = staticmethod(decode_attention)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    equal, absolute = torch.equal, abs
+    theirs = Twins("theirs").optimized
+    if hasattr(sys.modules["theirs"], "thread"):
+        assert theirs.longflow.decode_attention() == (1, 2, 3)
+        sys.modules["theirs"].thread.run()
+        theirs.guard.after_test()
+    assert torch.equal is equal and builtins.abs is absolute, "the judge needs them"
+    with pytest.raises(fair_play.Unfair, match=re.escape(says)):
+        theirs.longflow.decode_attention()
+
+
+def test_a_result_in_the_memory_of_an_argument_is_found():
+    subject = next(one for one in subjects.every() if str(one) == "snapkv.compress")
+    case = WindowCase(tokens=9, budget=9)
+    for compress in (results.KeepsAll(), results.loops.compress):
+        module = Facade("theirs", types.SimpleNamespace(snapkv=types.SimpleNamespace(compress=compress)))
+        shares = compress is not results.loops.compress
+        with pytest.raises(Mismatch, match="key lies in the memory of the argument key") if shares else nullcontext():
+            calls.leaves_nothing_behind(subject, module.baselines.snapkv, case)
+
+
+@pytest.mark.parametrize(("late", "wrong"), [(True, True), (False, False)])
+def test_a_result_that_is_read_before_its_work_has_ended(late, wrong, monkeypatch):
+    """On the CPU, with what a GPU does: work ends when somebody waits for it."""
+    waiting = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: [work() for work in waiting])
+
+    def decode_attention(**inputs):
+        right = longflow.Decode()(**inputs)
+        made = [torch.zeros_like(one) for one in right] if late else right
+        waiting.append(lambda: [one.copy_(other) for one, other in zip(made, right, strict=True)])
+        return DecodeResult(*made)
+
+    subject = next(one for one in subjects.every() if str(one) == "longflow.decode_attention")
+    case = DecodeCase(slots=5)
+    inputs, others = calls.copies(subject.inputs(case)), subject.inputs(subject.other(case))
+    right = calls.copies(DecodeResult(*longflow.Decode()(**others))._asdict())
+    found = calls._unfinished(subject, types.SimpleNamespace(decode_attention=decode_attention), inputs, others)
+    assert any(not torch.equal(found[name], tensor) for name, tensor in right.items()) == wrong
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_work_that_is_left_on_another_stream_is_found():
+    subject = next(one for one in subjects.every() if str(one) == "longflow.decode_attention")
+    module = types.SimpleNamespace(decode_attention=lambda **inputs: DecodeResult(*exploit(**inputs)))
+    exploit = results.OnAnotherStream()
+    with pytest.raises(Mismatch, match=re.escape(calls.UNFINISHED)):
+        calls.leaves_nothing_behind(subject, module, DecodeCase(slots=512, batch=16, device="cuda"))
+    exploit = longflow.Decode()
+    calls.leaves_nothing_behind(subject, module, DecodeCase(slots=512, batch=16, device="cuda"))
