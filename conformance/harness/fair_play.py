@@ -31,7 +31,7 @@ import pytest
 from ..judge import stats
 from ..judge.properties import FAIR_PLAY
 from . import survival
-from .process_watch import Watch
+from .process_watch import Watch, root_of
 from .replaced import Places
 
 #: The packages whose modules may use kvtwin.
@@ -73,12 +73,9 @@ class Guard:
 
     @property
     def root(self) -> str:
-        """What the paths of its files begin with: the folder of a package, or that in which a module lies."""
+        """What the paths of its files begin with: see `root_of`."""
         if self._root is None:
-            module = sys.modules.get(self.name.partition(".")[0])
-            file = getattr(module, "__file__", None)
-            folder = os.path.dirname(os.path.abspath(file)) + os.sep if file else ""
-            self._root = "" if self.ours else folder
+            self._root = "" if self.ours else root_of(sys.modules.get(self.name.partition(".")[0]))
         return self._root
 
     @property
@@ -92,16 +89,16 @@ class Guard:
     @contextmanager
     def importing(self) -> Iterator[None]:
         """Around the import of one of its modules."""
-        self.places.remember()
+        before = self.places.values()  # a test may have replaced some of them
         try:
             yield
         finally:
-            self.faults += [f"replaces {what} when it is imported" for what in self.places.changed()]
+            self.faults += [f"replaces {what} when it is imported" for what in self.places.changed(before)]
 
     def after_test(self) -> None:
         """Between tests nothing is replaced: what is, was by a thread or a call that was not watched closely."""
         if self._places is not None:
-            self.faults += [f"replaces {what}" for what in self._places.changed()]
+            self.faults += [f"replaces {what}" for what in self._places.changed(self._places.original)]
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -159,7 +156,7 @@ class Call:
                 yield
                 return
             places = self.guard.places
-            places.remember()
+            originals = places.values()
             before = sys.getprofile(), threading.getprofile()
             threading.setprofile(self._profile)
             sys.setprofile(self._profile)
@@ -169,7 +166,7 @@ class Call:
                 sys.setprofile(before[0])
                 threading.setprofile(before[1])
                 stats.worked(self.work)
-                self.found += [f"replaces {what}" for what in places.changed()]
+                self.found += [f"replaces {what}" for what in places.changed(originals)]
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         """Python calls it at each call of a function."""

@@ -30,6 +30,8 @@ EVENTS = {
 HELPERS = ("inspect.py", "traceback.py")
 STDLIB = sysconfig.get_paths()["stdlib"]
 PACKAGES = ("site-packages", "dist-packages")
+#: The folders of kvtwin, as pyproject.toml maps them.
+OURS = tuple(str(Path(__file__).parents[2] / part) + os.sep for part in ("conformance", "optimized", "reference"))
 VARIABLES = ("PYTEST_", "KVTWIN_", "HYPOTHESIS_")
 
 #: Called with what was asked. Empty outside of the calls of an implementation.
@@ -113,7 +115,25 @@ def asks(frame: FrameType | None, root: str, inside: tuple[str, ...] | None) -> 
 
 
 def is_below(file: str, root: str) -> bool:
-    return bool(root) and file.startswith(root) and not any(part in file[len(root):] for part in PACKAGES)
+    """True for the files of an implementation, not for what is installed, or developed, in the same folder."""
+    if not root or not file.startswith(root) or (file.startswith(OURS) and not root.startswith(OURS)):
+        return False
+    inner = file[len(root):]
+    return not any(part in inner for part in PACKAGES) and (not file.startswith(STDLIB) or any(
+        part in root for part in PACKAGES
+    ))
+
+
+def root_of(module: Any) -> str:
+    """What the paths of the files of an implementation begin with: the folder of a package, or that in which a module
+    lies, if nothing else is installed there. "": it has none."""
+    file, folders = getattr(module, "__file__", None), list(getattr(module, "__path__", ()))
+    if folders:
+        return os.path.abspath(folders[0]) + os.sep
+    if file is None:
+        return ""
+    folder = os.path.dirname(os.path.abspath(file))
+    return os.path.abspath(file) if os.path.basename(folder) in PACKAGES else folder + os.sep
 
 
 class Environment(os._Environ[str]):

@@ -32,22 +32,18 @@ class Places:
 
     def __init__(self) -> None:
         self.where = list(_all())
-        self.remember()
+        self.original = self.values()
 
-    def remember(self) -> None:
-        """Take what is there now for the original."""
-        self.before = self._values()
-
-    def _values(self) -> list[Any]:
+    def values(self) -> list[Any]:
         return [owner.__code__ if name == CODE else vars(owner).get(name, ABSENT) for owner, name in self.where]
 
-    def changed(self) -> list[str]:
-        """The names of those that are others than `remember` saw. Puts the old ones back."""
-        now = self._values()
-        if all(map(operator.is_, now, self.before)):
+    def changed(self, before: list[Any]) -> list[str]:
+        """The names of those that are others than `before`, what `values` was. Puts the old ones back."""
+        now = self.values()
+        if all(map(operator.is_, now, before)):
             return []
         found = []
-        for (owner, name), old, new in zip(self.where, self.before, now, strict=True):
+        for (owner, name), old, new in zip(self.where, before, now, strict=True):
             if old is not new:
                 _put_back(owner, name, old)
                 found.append(_label(owner, name))

@@ -78,7 +78,8 @@ def assert_own_memory(results: Sequence[dict[str, Tensor]], inputs: dict[str, di
     change them. inputs: the arguments of calls, by what they are called."""
     owners: dict[int, str] = {}
     for what, given in inputs.items():
-        owners |= {tensor.untyped_storage().data_ptr(): f"the {what} {name}" for name, tensor in tensors(given).items()}
+        for name, tensor in tensors(given).items():
+            owners.setdefault(tensor.untyped_storage().data_ptr(), f"the {what} {name}")
     for result in results:
         places = {name: tensor.untyped_storage().data_ptr() for name, tensor in result.items() if tensor.numel()}
         for name, place in places.items():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
-from kvtwin.conformance.harness import fair_play, verdict
+from kvtwin.conformance.harness import fair_play, process_watch, verdict
 from kvtwin.conformance.harness.impl import Facade, Twins
 from kvtwin.conformance.judge import calls, subjects
 from kvtwin.conformance.judge.mismatch import Mismatch
@@ -216,3 +216,36 @@ def test_work_that_is_left_on_another_stream_is_found():
         calls.leaves_nothing_behind(subject, module, DecodeCase(slots=512, batch=16, device="cuda"))
     exploit = longflow.Decode()
     calls.leaves_nothing_behind(subject, module, DecodeCase(slots=512, batch=16, device="cuda"))
+
+
+@pytest.mark.parametrize(("file", "root", "below"), [
+    ("/home/me/kernels/longflow.py", "/home/me/kernels/", True),
+    ("/home/me/other/longflow.py", "/home/me/kernels/", False),
+    ("/home/me/.venv/lib/python3.12/site-packages/torch/library.py", "/home/me/", False),
+    ("/venv/site-packages/theirs/longflow.py", "/venv/site-packages/theirs/", True),
+    ("/home/me/longflow.py", "", False),
+    (process_watch.OURS[0] + "interpreter/launch.py", str(Path(process_watch.OURS[0]).parent) + "/", False),
+    (f"{FOLDER}/looking.py", f"{FOLDER}/", True),
+    (f"{process_watch.STDLIB}/logging/__init__.py", str(Path(process_watch.STDLIB).parents[1]) + "/", False),
+])
+def test_whose_a_file_is(file, root, below):
+    assert process_watch.is_below(file, root) == below
+
+
+@pytest.mark.parametrize(("module", "root"), [
+    ({"__file__": "/a/theirs/__init__.py", "__path__": ["/a/theirs"]}, "/a/theirs/"),
+    ({"__file__": None, "__path__": ["/a/theirs"]}, "/a/theirs/"), ({"__file__": "/a/theirs.py"}, "/a/"),
+    ({"__file__": "/venv/site-packages/theirs.py"}, "/venv/site-packages/theirs.py"), ({}, ""),
+])
+def test_where_the_files_of_an_implementation_are(module, root):
+    assert process_watch.root_of(types.SimpleNamespace(**module)) == root
+
+
+def test_what_a_test_replaces_around_a_call_is_not_the_implementations(monkeypatch):
+    theirs = Facade("theirs", types.SimpleNamespace(longflow=types.SimpleNamespace(decode_attention=lambda: (1, 2, 3))))
+    theirs.longflow.decode_attention()
+    with monkeypatch.context() as inside:
+        inside.setattr(torch, "equal", lambda *values: True)
+        assert theirs.longflow.decode_attention() == (1, 2, 3)
+    theirs.guard.after_test()
+    assert theirs.longflow.decode_attention() == (1, 2, 3)
