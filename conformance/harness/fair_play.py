@@ -152,12 +152,12 @@ class Call:
     @contextmanager
     def watching(self) -> Iterator[None]:
         with Watch(self.guard.root, _files(), self.found.append):
-            if not self.closely:
+            before = sys.getprofile(), threading.getprofile()
+            if not self.closely or not all(one is None or callable(one) for one in before):  # a profiler in C runs
                 yield
                 return
             places = self.guard.places
             originals = places.values()
-            before = sys.getprofile(), threading.getprofile()
             threading.setprofile(self._profile)
             sys.setprofile(self._profile)
             try:
