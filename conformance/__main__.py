@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,6 +29,8 @@ from .own_methods import MethodError
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
 MOST_JOBS, MOST_ASKED = 4, 256  # by default, as each takes about a GB; and with --jobs
+#: The profiles whose cases do not depend on the seed, and the number of seeds.
+DERANDOMIZED, MOST_SEEDS = ("quick", "brief", "ci"), 1_000_000
 QUERIES = 40  # of each task, with --accuracy
 
 
@@ -83,8 +86,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         "the main kinds of tests"
     )
     made.add_argument(
-        "--seed", type=number(0, 2**64), metavar="N", help="draw other cases (not with the profiles quick, brief and "
-        "ci, which draw the same); default with --impl: 0",
+        "--seed", type=number(0, 2**64), metavar="N", help="draw other cases, or those of the run that printed N; "
+        "default with --impl: another each time",
     )
     made.add_argument(
         "-k", dest="keyword", type=_expression, metavar="EXPRESSION",
@@ -170,7 +173,8 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         if not chosen.verbose:  # the verdict shows one case per cause
             arguments += ["--tb=no", "-rN"]
         profile = profile or "default"
-        chosen.seed = chosen.seed or 0
+        if chosen.seed is None:
+            chosen.seed = 0 if profile in DERANDOMIZED else secrets.randbelow(MOST_SEEDS)
     elif profile == "quick":
         arguments += ["-m", "not slow"]
         arguments += [] if chosen.required else [f"--ignore={path}" for path in results.corners()]

@@ -20,6 +20,8 @@ from .cases.paged_view import PagedLayout, PagedView, paged_views
 from .cases.saved import load
 from .cases.state_trace import StateTrace
 from .cases.strategies import decode_cases, state_traces, window_cases
+from .discovery import OPTIMIZED
+from .harness.fair_play import Guard
 from .harness.impl import Facade, NotProvided
 from .judge import lockstep as _lockstep
 from .judge import replay
@@ -78,7 +80,8 @@ def judge(case: Case, implementation: Any) -> list[str]:
     if not isinstance(case, Case):
         raise TypeError(f"case must be a Case, got {type(case).__name__}")
     name = getattr(implementation, "__name__", type(implementation).__name__)
-    passed = list(replay.judged(case, Facade(name, implementation)))
+    # In tests of one's own, functions around those of kvtwin deceive nobody.
+    passed = list(replay.judged(case, Facade(name, implementation, guard=Guard(OPTIMIZED))))
     if not passed:
         raise ValueError(f"case must be of a kind that a method's checker judges, got {type(case).__name__}")
     return passed

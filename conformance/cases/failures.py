@@ -73,13 +73,17 @@ def save_latest() -> str | None:
     return save(case, test, _judging.get())
 
 
+def folder() -> Path:
+    """Where cases are saved."""
+    return Path(os.environ.get(FOLDER, "kvtwin-failures"))
+
+
 def save(case: cases.Case, test: str, subject: str | None) -> str:
     """Save a case of a test. Returns the command that replays it, or why it was not saved."""
     name = re.sub(r"[^\w.=-]+", "_", test.rsplit("/", 1)[-1])
-    folder = Path(os.environ.get(FOLDER, "kvtwin-failures"))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path, implementation = folder / f"{name[:150]}.safetensors", _options[1] if _options else None
+        folder().mkdir(parents=True, exist_ok=True)
+        path, implementation = folder() / f"{name[:150]}.safetensors", _options[1] if _options else None
         command = " ".join([case.save(path, subject, implementation), *_options])
         _commands.clear()
         _commands[test] = command

@@ -211,9 +211,9 @@ def test_calls_do_not_change_later_calls(subject, data, twins):
 @given(data=st.data())
 @settings(max_examples=1)
 def test_many_launches_give_the_same_bits(subject, data, twins):
-    repeats.assert_repeats_often(
-        subject, subject.module(twins.optimized), many.one(subject, data), many.launches()
-    )
+    module, case = subject.module(twins.optimized), many.one(subject, data)
+    repeats.assert_repeats_often(subject, module, case, many.launches())
+    calls.remembers_no_contents(subject, module, case)
 
 
 @pytest.mark.property("independence")

@@ -160,3 +160,11 @@ def set_up_hypothesis(config: pytest.Config) -> None:
     settings.register_profile("thorough", max_examples=1000, **common)
     if not config.getoption("--hypothesis-profile", default=None):  # otherwise Hypothesis's own plugin loads it
         settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def seed() -> int | None:
+    """The seed of the cases that Hypothesis draws: that of --hypothesis-seed. None without one, and with a profile that
+    draws the same cases each time."""
+    from hypothesis import core, settings
+
+    return None if settings().derandomize else core.global_force_seed

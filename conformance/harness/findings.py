@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ..judge.properties import SURVIVES
 from . import survival, wording
+from .fair_play import Unfair
 from .impl import Twins, environment_limit
 
 PACKAGE = __package__.removesuffix(".harness")
@@ -34,8 +34,8 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
         "error": type(error).__name__, "message": _first_lines(error),
         "case": None if case is None else repr(case), "replay": failures.last_command(),
     }
-    if isinstance(error, survival.EndsCall):
-        found["property"] = SURVIVES
+    if isinstance(error, survival.EndsCall | Unfair):
+        found["property"] = error.shows
     tested = subject if isinstance(subject, Subject) else None
     # A replay judges the case, and does not repeat what a test asserts of its own.
     if found["replay"] is None and case is not None and (tested or not isinstance(error, AssertionError)):
@@ -46,7 +46,7 @@ def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins
     if of_bound is not None and dtype is not None:
         found |= {"of_bound": of_bound, "dtype": str(dtype).removeprefix("torch."), "sizes": stats.sizes_of(case),
                   "unbounded": getattr(error, "unbounded", None)}
-    if isinstance(error, survival.EndsCall):
+    if isinstance(error, survival.EndsCall | Unfair):
         return found
     if wording.differs(error):
         return found | {"error": "NotRepeatable", "property": judged and "repeatability"}

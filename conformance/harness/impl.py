@@ -21,7 +21,6 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -30,10 +29,11 @@ import pytest
 from .. import capabilities, discovery
 from ..capabilities import Capabilities
 from ..judge import stats
-from ..judge.fields import Missing
 from ..judge.lacking import absent, asked
 from . import naming, survival, wording
+from .fair_play import Guard
 from .manners import observed
+from .returned import as_tensor, check_attributes, normalise
 
 NOT_PROVIDED = "not provided: "
 MISSING: Any = object()
@@ -76,7 +76,9 @@ def environment_limit(error: BaseException) -> str | None:
     while current is not None and current not in chain:
         chain.append(current)
         current = current.__cause__ or current.__context__
-    if not any(type(one).__name__ == "InterpreterError" for one in chain):
+    if not any(
+        type(one).__name__ == "InterpreterError" and type(one).__module__.startswith("triton.") for one in chain
+    ):
         return None
     for one in chain:
         if isinstance(one, Warning) or any(text in str(one) for text in LACKING):
@@ -94,7 +96,8 @@ class Twins:
         if implementation is None:
             self.optimized = Side(discovery.OPTIMIZED)
         else:
-            self.optimized = Facade(implementation, _import(implementation))
+            guard = Guard(implementation)
+            self.optimized = Facade(implementation, _import(implementation, guard), guard=guard)
 
     def capabilities(self, method: str | None) -> Capabilities:
         """What the implementation under test declares for a method."""
@@ -133,26 +136,36 @@ class Side:
 class Facade:
     """A third-party package, or its ``baselines``, with the interface of ours."""
 
-    def __init__(self, name: str, *places: Any, folder: str = "") -> None:
+    def __init__(self, name: str, *places: Any, folder: str = "", guard: Guard | None = None) -> None:
         """``places`` are searched in order; ``folder`` is "" or "baselines"."""
-        self._name, self._places, self._folder = name, places, folder
+        self._name, self._places, self._folder, self.guard = name, places, folder, guard or Guard(name)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         if name in discovery.FOLDERS:
-            inner = _member(self._places[0], name)
+            inner = self._member(self._places[0], name)
             places = self._places if inner is MISSING else (inner, *self._places)
-            return Facade(self._name, *places, folder=name)
+            return Facade(self._name, *places, folder=name, guard=self.guard)
         pair = self._pair(name)
         found = self._method(name)
         if found is MISSING:
             raise NotProvided(f"{self._name}.{pair.path}")
-        return Method(f"{self._name}.{pair.path}", found, pair, capabilities.find(found, *self._places))
+        return Method(f"{self._name}.{pair.path}", found, pair, capabilities.find(found, *self._places), self.guard)
 
     def _method(self, name: str) -> Any:
         """Their module for a method; MISSING if there is none."""
-        return next((found for place in self._places if (found := _member(place, name)) is not MISSING), MISSING)
+        found = (self._member(place, name) for place in self._places)
+        return next((one for one in found if one is not MISSING), MISSING)
+
+    def _member(self, place: Any, name: str) -> Any:
+        """An attribute or, for a package, a submodule; MISSING if it has neither."""
+        found = getattr(place, name, MISSING)
+        if found is not MISSING or not isinstance(place, ModuleType) or not hasattr(place, "__path__"):
+            return found
+        qualified = f"{place.__name__}.{name}"
+        # Check that it exists first: an import error inside an existing module must be raised, not treated as missing.
+        return MISSING if importlib.util.find_spec(qualified) is None else _imported(qualified, self.guard)
 
     def capabilities(self, method: str) -> Capabilities:
         """What the implementation declares for the method: in its module, else in the package.
@@ -164,12 +177,12 @@ class Facade:
 
     def module(self, method: str) -> Any:
         """Their module or attribute for a method, in the package or in its ``baselines``; MISSING if there is none."""
-        return Facade(self._name, *self._all_places())._method(method)
+        return Facade(self._name, *self._all_places(), guard=self.guard)._method(method)
 
     def _all_places(self) -> tuple[Any, ...]:
         places = self._places
         for folder in discovery.FOLDERS:
-            inner = _member(self._places[0], folder) if folder else MISSING
+            inner = self._member(self._places[0], folder) if folder else MISSING
             places = places if inner is MISSING else (inner, *places)
         return places
 
@@ -187,8 +200,10 @@ class Facade:
 class Method:
     """A third-party module for one method. Configs and result types are always kvtwin's."""
 
-    def __init__(self, name: str, module: Any, pair: discovery.Pair, supported: Capabilities) -> None:
-        self._name, self._module, self._pair, self._supported = name, module, pair, supported
+    def __init__(
+        self, name: str, module: Any, pair: discovery.Pair, supported: Capabilities, guard: Guard
+    ) -> None:
+        self._name, self._module, self._pair, self._supported, self._guard = name, module, pair, supported, guard
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -207,64 +222,22 @@ class Method:
         qualified, ours = f"{self._name}.{name}", getattr(self._pair.reference, name)
         if isinstance(found, type):
             methods = _methods(ours)  # values, such as results, enumerations and clusters of heads, have none
-            return _refusing(found, ours, methods, self._supported, qualified) if methods else found
-        return _judgeable(found, ours, self._supported, result, qualified)
+            return _refusing(found, ours, methods, self._supported, qualified, self._guard) if methods else found
+        return _judgeable(found, ours, self._supported, result, qualified, self._guard)
 
     def __repr__(self) -> str:
         return self._name
 
 
-def normalise(value: Any, result: type[tuple[Any, ...]], name: str) -> Any:
-    """Convert ``value`` to the NamedTuple ``result``: its fields by attribute, by key, or in order.
-
-    A field that is absent or None becomes a `Missing`, unless None is its default. Raises TypeError, which fails the
-    test, if all of them are, or if a tuple has another length.
-    """
-    fields: Sequence[str] = result._fields  # type: ignore[attr-defined]
-    if isinstance(value, result):
-        found = list(value)
-    elif isinstance(value, Mapping):
-        found = [value.get(field) for field in fields]
-    elif any(hasattr(value, field) for field in fields):
-        found = [getattr(value, field, None) for field in fields]
-    elif isinstance(value, (tuple, list)) and len(value) == len(fields):
-        found = list(value)
-    else:
-        found = []
-    if all(one is None for one in found):
-        shape = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
-        raise TypeError(
-            f"{name} returned a {type(value).__name__}{shape}; expected an object, or a mapping, with "
-            f"{', '.join(fields)}, or a tuple of these {len(fields)} in this order (None for a missing one)"
-        )
-    optional = result._field_defaults  # type: ignore[attr-defined]
-    return result(*(
-        Missing(f"{name}: {field}") if one is None and field not in optional else as_tensor(one)
-        for field, one in zip(fields, found, strict=True)
-    ))
-
-
-def as_tensor(value: Any) -> Any:
-    """An array of another library as a tensor, with the array's memory where that is possible; anything else as it
-    is."""
-    import torch
-    import torch.utils.dlpack
-
-    if isinstance(value, torch.Tensor | type):
-        return value
-    if hasattr(value, "__dlpack__"):
-        with suppress(BufferError, RuntimeError, TypeError):  # read-only arrays, or a type that DLPack lacks
-            return torch.utils.dlpack.from_dlpack(value)
-    return torch.tensor(value.__array__()) if hasattr(value, "__array__") else value
-
-
 def _judgeable(
     function: Callable[..., Any], ours: Callable[..., Any], supported: Capabilities,
-    result: type[tuple[Any, ...]] | None, name: str,
+    result: type[tuple[Any, ...]] | None, name: str, guard: Guard, *, of_state: bool = False,
 ) -> Callable[..., Any]:
     """`function`, with refusals as NotProvided and its result as ours. ours: the reference's function."""
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
+        if guard.calling:  # the implementation calls itself
+            return function(*args, **kwargs)
         outside = capabilities.refusal(supported, _by_name(ours, args, kwargs))
         if outside is not None:
             _refused(f"{name}: {outside} (declared)")
@@ -273,8 +246,11 @@ def _judgeable(
             stats.noted(f"{name} is not called after {late}, the time of the run (--time-limit)")
             raise NotProvided(f"{name} within {late} (--time-limit)")
         try:
-            with observed(name), survival.watched(name):
+            with observed(name), survival.watched(name), guard.call(name):
                 returned = function(*args, **kwargs)
+                returned = as_tensor(returned) if result is None else normalise(returned, result, name)
+                if of_state:
+                    check_attributes(args[0])
         except NotImplementedError as error:
             _refused(f"{name}: {wording.first_line(error)}")
         except Exception as error:
@@ -283,7 +259,7 @@ def _judgeable(
                 raise
             _refused(f"{ENVIRONMENT}{name}: {limit}", EnvironmentLimit(limit))
         stats.answered()
-        return as_tensor(returned) if result is None else normalise(returned, result, name)
+        return returned
 
     return call
 
@@ -294,13 +270,24 @@ def _methods(ours: type) -> tuple[str, ...]:
     return tuple(name for name in public if inspect.isfunction(inspect.getattr_static(ours, name)))
 
 
-def _refusing(found: type, ours: type, methods: Sequence[str], supported: Capabilities, name: str) -> type:
+def _refusing(
+    found: type, ours: type, methods: Sequence[str], supported: Capabilities, name: str, guard: Guard
+) -> type:
     """A subclass of the class `found` whose constructor and methods count, and may refuse."""
-    members = {
-        method: _judgeable(getattr(found, method), getattr(ours, method), supported, None, f"{name}.{method}")
-        for method in methods if callable(getattr(found, method, None))
+    def of(method: str, label: str) -> Callable[..., Any]:
+        return _judgeable(
+            getattr(found, method), getattr(ours, method), supported, None, label, guard, of_state=True
+        )
+
+    members: dict[str, Any] = {
+        method: of(method, f"{name}.{method}") for method in methods if callable(getattr(found, method, None))
     }
-    members["__init__"] = _judgeable(found.__init__, ours.__init__, supported, None, name)  # type: ignore[misc]
+    for attribute in dir(found):
+        value = inspect.getattr_static(found, attribute, None)
+        if isinstance(value, property) and value.fget is not None and not attribute.startswith("_"):
+            get = guard.reading(f"{name}.{attribute}", _plain(value.fget))
+            members[attribute] = property(get, value.fset, value.fdel)
+    members["__init__"] = of("__init__", name)
     own = getattr(found, "__getattr__", None)
 
     def fallback(self: Any, attribute: str) -> Any:
@@ -322,6 +309,10 @@ def _refusing(found: type, ours: type, methods: Sequence[str], supported: Capabi
 
     members |= {"__getattr__": fallback, "__getattribute__": read}
     return type(found.__name__, (found,), {**members, "__module__": found.__module__})
+
+
+def _plain(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda state: as_tensor(get(state))
 
 
 def _by_name(ours: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -361,30 +352,20 @@ def _result_type(module: ModuleType, name: str) -> type[tuple[Any, ...]] | None:
     return returned if isinstance(returned, type) and hasattr(returned, "_fields") else None
 
 
-def _member(place: Any, name: str) -> Any:
-    """An attribute or, for a package, a submodule; MISSING if it has neither."""
-    found = getattr(place, name, MISSING)
-    if found is not MISSING or not isinstance(place, ModuleType) or not hasattr(place, "__path__"):
-        return found
-    qualified = f"{place.__name__}.{name}"
-    # Check that it exists first: an import error inside an existing module must be raised, not treated as missing.
-    return MISSING if importlib.util.find_spec(qualified) is None else _imported(qualified)
-
-
-def _imported(name: str) -> ModuleType:
-    with warnings.catch_warnings():
+def _imported(name: str, guard: Guard) -> ModuleType:
+    with guard.importing(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # our tests turn warnings into errors; imports may raise deprecation warnings
         return importlib.import_module(name)
 
 
-def _import(name: str) -> ModuleType:
+def _import(name: str, guard: Guard | None = None) -> ModuleType:
     """The module `name`. UsageError for what is no module's name, and if the import raises anything."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise pytest.UsageError(
             f"{naming.impl()} {name!r}: expected the name of a module, such as my_package.kernels, not a path"
         )
     try:
-        return _imported(name)
+        return _imported(name, guard or Guard(name))
     except ImportError as error:
         raise pytest.UsageError(
             f"{naming.impl()} {name}: cannot import it: {error}{naming.hint()}"

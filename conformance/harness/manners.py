@@ -50,6 +50,7 @@ def _settings() -> dict[str, Any]:
         "whether algorithms are deterministic": (
             torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
+        "the seed of torch's random numbers": torch.initial_seed(),
         "environment variables": {
             name: value for name, value in os.environ.items() if not name.startswith(OF_LIBRARIES)
         },
@@ -67,6 +68,8 @@ def _restore(what: str, value: Any) -> None:
         torch.set_grad_enabled(value)
     elif what == "whether algorithms are deterministic":
         torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+    elif what == "the seed of torch's random numbers":
+        torch.default_generator.manual_seed(value)
     else:
         for name in _settings()[what].keys() - value.keys():
             del os.environ[name]

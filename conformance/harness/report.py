@@ -39,14 +39,16 @@ def build_report(
     implementation: str | None,
     arguments: Sequence[object],
     exit_status: int,
+    seed: int | None = None,
 ) -> dict[str, Any]:
-    """A run as plain values: docs/reference/report.md. arguments: pytest's command line."""
+    """A run as plain values: docs/reference/report.md. arguments: pytest's command line. seed: of the drawn cases."""
     outcomes = summary.claim_outcomes(found)
     made = {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "arguments": [str(argument) for argument in arguments],
         "exit_status": int(exit_status),
+        "seed": seed,
         "environment": environment.describe(backend),
         "implementation": summary.under_test(implementation),
         "overall": {method: _overall(one) for method, one in verdicts.items()},

@@ -17,7 +17,7 @@ from ..interpreter import stack
 from ..judge import stats
 from ..judge.fields import MissingField
 from ..own_methods import MethodError
-from . import environment, findings, kernel_keys, naming, options, results, start, summary, survival, verdict
+from . import environment, fair_play, findings, kernel_keys, naming, options, results, start, summary, survival, verdict
 from .enough import check_decided, dtypes_of, least_of
 from .impl import EnvironmentLimit, Facade, NotProvided, Twins, environment_limit, not_run
 from .order import put_in_order
@@ -122,6 +122,8 @@ class Suite:
             failures.replay_with(self.implementation, self.backend.device.type)
         self.watch = survival.start() if self.implementation is not None else None
         self.written: list[str] = []
+        path = options.report_path(config)
+        fair_play.reports[:] = [] if path is None else [str(path.with_suffix(end)) for end in (".html", ".json")]
         self.freezes = not Suite.frozen  # a run inside a test leaves it to the run around it
         if self.freezes:
             # after pytest's own cleanup, which collects garbage once more
@@ -219,6 +221,8 @@ class Suite:
                 return (yield)
             finally:
                 _release_memory()
+                if isinstance(self.twins.optimized, Facade):
+                    self.twins.optimized.guard.after_test()
                 if self.watch is not None:
                     self.watch.idle()
 
@@ -314,7 +318,7 @@ class Suite:
         elif path is not None:
             found = build_report(
                 self.collector.results, self.verdicts, backend=self.backend, implementation=self.implementation,
-                arguments=self.config.invocation_params.args, exit_status=exitstatus,
+                arguments=self.config.invocation_params.args, exit_status=exitstatus, seed=environment.seed(),
             )
             try:
                 self.written = write_report(found, path)
@@ -329,7 +333,8 @@ class Suite:
             terminalreporter.write_line(summary.verdict_line(self.verdicts))
         if self.implementation is not None and self.collector.results:
             summary.write_verdicts(
-                terminalreporter, self.verdicts, self.implementation, verbose=verbose, device=self.backend.device.type
+                terminalreporter, self.verdicts, self.implementation, verbose=verbose, device=self.backend.device.type,
+                seed=environment.seed(),
             )
         # A quiet run has no header.
         if self.interpreter is not None and not self.interpreter.in_order and not self.interpreter_shown:

@@ -117,15 +117,18 @@ def refusals(found: Iterable[Result]) -> list[str]:
 
 def write_verdicts(
     terminal: pytest.TerminalReporter, verdicts: Mapping[str, MethodVerdict], implementation: str, *, verbose: bool,
-    device: str,
+    device: str, seed: int | None,
 ) -> None:
-    """Print the verdict on each method of somebody else's implementation. device: "cpu" or "cuda"."""
+    """Print the verdict on each method of somebody else's implementation. device: "cpu" or "cuda". seed: of the cases
+    that were drawn, None if each run draws the same."""
     terminal.write_sep("=", f"kvtwin: verdict on {implementation}")
     for found in verdicts.values():
         for text, colour in verdict_table.lines(found, implementation, verbose=verbose):
             terminal.write_line(text, **({colour: True} if colour else {}))
     if verdicts and device == "cpu":
         terminal.write_line(power.ON_A_CPU, light=True)
+    if seed is not None:
+        terminal.write_line(f"seed {seed}: --seed {seed} draws the same cases again", light=True)
     if not verdicts:
         terminal.write_line(f"no test called {implementation}: nothing is covered", yellow=True)
 

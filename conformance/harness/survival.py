@@ -35,6 +35,8 @@ ENDS, LOOPS = "ends.txt", "did not return"
 class EndsCall(Exception):
     """Raised in place of what the implementation raises instead of an answer: SystemExit, or out of memory."""
 
+    shows = SURVIVES
+
 
 class Watch:
     """Watches the calls of one worker process."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..capabilities import FP8, Capabilities
-from ..judge.properties import CORE, PROPERTIES, SURVIVES
+from ..judge.properties import CORE, OF_CALLS, PROPERTIES
 from ..judge.stats import JudgedCase
 from . import power, wording
 from .impl import ENVIRONMENT as OF_ENVIRONMENT
@@ -146,7 +146,7 @@ class MethodVerdict:
     def causes(self) -> list[tuple[str, Judgement, list[str]]]:
         """Each wrong property that is no consequence of another, with its consequences."""
         wrong = {name: one for name, one in self.properties.items() if one.verdict == WRONG}
-        in_order = [name for name in dict.fromkeys([SURVIVES, *CONSEQUENCES, *PROPERTIES]) if name in wrong]
+        in_order = [name for name in dict.fromkeys([*OF_CALLS, *CONSEQUENCES, *PROPERTIES]) if name in wrong]
         return [
             (name, wrong[name], [other for other, one in wrong.items() if one.follows == name])
             for name in in_order if wrong[name].follows is None
@@ -207,11 +207,12 @@ def _of_method(
         made.properties[name] = one = _of_property(name, found, supported, device, own)
         if name in ("decisions", "ties") and one.why.startswith("no test") and not _decides(method):
             one.applies, one.why = False, f"{method} chooses nothing"
-    ended = [result for result in found if result.finding.get("property") == SURVIVES and _wrong(result)]
-    if ended:
-        findings = sorted((_finding(result) for result in ended), key=_least_helpful_last)
-        one = Judgement(WRONG, findings=findings, wrong=len(ended))
-        made.properties = {SURVIVES: one, **made.properties}
+    for name in reversed(OF_CALLS):
+        wrong = [result for result in found if result.finding.get("property") == name and _wrong(result)]
+        if wrong:
+            findings = sorted((_finding(result) for result in wrong), key=_least_helpful_last)
+            one = Judgement(WRONG, findings=findings, wrong=len(wrong))
+            made.properties = {name: one, **made.properties}
     for cause in CONSEQUENCES:
         judged = made.properties[cause]
         if judged.verdict == WRONG and judged.follows is None:

@@ -1,7 +1,13 @@
-"""What one call of a function must not do to another, or one row to another row: results are compared bit by bit."""
+"""What one call of a function must not do to another, or one row to another row: results are compared bit by bit.
+
+Between two calls the contents of the inputs change in place, and neither the tensors, nor their addresses, nor their
+versions do: `Tensor.data` has a version of its own. So a result that was stored by any of them is found.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,17 +27,86 @@ def leaves_nothing_behind(subject: Subject, module: Any, case: Case) -> None:
     with failures.judging(str(subject)):
         others = subject.inputs(subject.other(case))
         inputs = subject.inputs(case)  # last, since a failure saves the case that was used last
-        first = returned(subject, module, inputs)
-        expected = copies(first)
-        assert_same_launch(returned(subject, module, inputs), expected, "of the same call again")
-        changed = copies(returned(subject, module, others))
-        assert_same_fields(first, expected, "of the first call, after another one")
-        mine = copies(inputs)
-        assert_same_launch(returned(subject, module, mine), expected, "of a call with copies")
-        for name, tensor in tensors(others).items():
-            mine[name].copy_(tensor)
-        assert_same_launch(returned(subject, module, mine), changed, "after the contents of the inputs changed")
+        results = [returned(subject, module, inputs)]
+        expected = copies(results[0])
+
+        def call(given: dict[str, Any], wanted: dict[str, Tensor] | None, why: str) -> None:
+            results.append(returned(subject, module, given))
+            if wanted is not None:
+                assert_same_launch(results[-1], wanted, why)
+
+        call(inputs, expected, "of the same call again")
+        call(others, None, "")
+        changed, mine = copies(results[-1]), copies(inputs)
+        assert_same_fields(results[0], expected, "of the first call, after another one")
+        call(mine, expected, "of a call with copies")
+        set_contents(mine, others)
+        call(mine, changed, "after the contents of the inputs changed, in the same memory")
+        assert_own_memory(results, {"argument": inputs, "argument of another call": others})
+        if case.device.startswith("cuda"):
+            set_contents(mine, inputs)
+            assert_same_fields(_unfinished(subject, module, mine, others), changed, UNFINISHED)
     stats.judged_case(case, str(subject))
+
+
+#: Of a result that is read at once, in the order of the current stream.
+UNFINISHED = "read on the current stream right after the call (is work left on another stream?)"
+
+
+def _unfinished(subject: Subject, module: Any, inputs: dict[str, Any], others: dict[str, Any]) -> dict[str, Tensor]:
+    """The result of a call as work finds it that the current stream does next. The GPU is busy when the call is made,
+    and then gets the call's inputs: the contents of `others`."""
+    torch.cuda._sleep(BUSY)
+    set_contents(inputs, others)
+    found = copies(fields_of(subject.result(module, inputs)))
+    torch.cuda.synchronize()
+    return found
+
+
+#: Cycles of a GPU's clock, about 10 ms.
+BUSY = 20_000_000
+
+
+def set_contents(inputs: dict[str, Any], others: dict[str, Any]) -> None:
+    """Copy the contents of `others` into the memory of `inputs`, without a trace in their versions."""
+    for name, tensor in tensors(others).items():
+        inputs[name].data.copy_(tensor)
+
+
+def assert_own_memory(results: Sequence[dict[str, Tensor]], inputs: dict[str, dict[str, Any]]) -> None:
+    """No field of a result lies in the memory of an input, or of the result of an earlier call: whoever has those may
+    change them. inputs: the arguments of calls, by what they are called."""
+    owners: dict[int, str] = {}
+    for what, given in inputs.items():
+        for name, tensor in tensors(given).items():
+            owners.setdefault(tensor.untyped_storage().data_ptr(), f"the {what} {name}")
+    for result in results:
+        places = {name: tensor.untyped_storage().data_ptr() for name, tensor in result.items() if tensor.numel()}
+        for name, place in places.items():
+            if place in owners:
+                fail(f"{name} lies in the memory of {owners[place]}: who changes one changes the other")
+        owners |= {place: f"the {name} of an earlier call" for name, place in places.items()}
+
+
+def remembers_no_contents(subject: Subject, module: Any, case: Case) -> None:
+    """A call with the contents of an earlier one, in other memory, does as much as any other call. Raises
+    compare.Mismatch.
+
+    What is counted are the functions that it calls, from Python, in each of three pairs of calls with the same
+    contents. Counts that differ for other reasons do not drop in the second call of every pair below the least of all
+    first ones.
+    """
+    with failures.judging(str(subject)), stats.counting_work() as counts:
+        for number in (0, 2, 3, 4):  # the first pair allocates, and compiles; 1 is `Subject.other`
+            inputs = subject.inputs(dataclasses.replace(case, seed=case.seed ^ number))
+            for _ in range(2):
+                returned(subject, module, copies(inputs))
+        first, second = counts[2::2], counts[3::2]
+        if first and max(second) < min(first):
+            fail(
+                f"a call with the contents of an earlier one calls {max(second)} functions, and the earlier one called "
+                f"{min(first)}: it looks up the result"
+            )
 
 
 def rows_are_apart(subject: Subject, module: Any, case: Case) -> None:

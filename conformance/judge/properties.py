@@ -22,14 +22,19 @@ EXPECTED = {
     "layouts": "right results for strided, transposed, repeated and large tensors",
     "traces": "right decisions on the recorded traces of a trained model",
 }
-#: A property that every call judges, and that a verdict shows if it is wrong.
-SURVIVES = "survives"
-ALL = {SURVIVES: "each call returns: no abort, exit, endless loop, lack of memory or illegal access", **PROPERTIES}
+#: Properties that every call judges, and that a verdict shows if they are wrong.
+SURVIVES, FAIR_PLAY = "survives", "fair_play"
+OF_CALLS = {
+    SURVIVES: "each call returns: no abort, exit, endless loop, lack of memory or illegal access",
+    FAIR_PLAY: "each call computes its result itself, from its arguments, and leaves alone what judges it",
+}
+ALL = {**OF_CALLS, **PROPERTIES}
 #: Those that a verdict of "right" needs.
 CORE = ("accuracy", "decisions", "free_slots", "repeatability")
 #: The page of the documentation, and its section, that explains each property.
 PAGES = {
     SURVIVES: "docs/how-to/test-your-kernel.md#calls-that-do-not-return",
+    FAIR_PLAY: "docs/how-to/test-your-kernel.md#calls-that-only-look-right",
     "accuracy": "docs/explanation/bounds.md#bounds",
     "decisions": "docs/explanation/bounds.md#evictions",
     "ties": "docs/explanation/ties.md#exact-ties",

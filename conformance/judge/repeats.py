@@ -18,7 +18,7 @@ from ..cases.case import Case
 from ..cases.load import FILLS, Load, filled, scattered
 from ..cases.state_trace import StateTrace
 from . import fresh, stats
-from .calls import copies, fields_of, returned
+from .calls import copies, fields_of, returned, set_contents
 from .compare import fail
 from .fresh import bits
 from .subjects import StateSubject, Subject
@@ -56,12 +56,17 @@ def assert_repeats(subject: Subject, module: Any, case: Case, process: fresh.Pro
 
 
 def assert_repeats_often(subject: Subject, module: Any, case: Case, count: int | None = None) -> None:
-    """Launch the function's call `count` times, by default OFTEN times. Raises compare.Mismatch."""
+    """Launch the function's call `count` times, by default OFTEN times, and then with other contents, in the same
+    memory and in other memory. Raises compare.Mismatch."""
     with failures.judging(str(subject)):
-        inputs = subject.inputs(case)
+        others, inputs = subject.inputs(subject.other(case)), copies(subject.inputs(case))
+        other = copies(returned(subject, module, others))
         expected = copies(returned(subject, module, inputs))
         launches = (fields_of(subject.result(module, inputs)) for _ in range(count or OFTEN))
         _assert_same_bits(launches, expected, "of launches one after another")
+        set_contents(inputs, others)
+        late = (fields_of(subject.result(module, given)) for given in (inputs, others))
+        _assert_same_bits(late, other, f"with other contents, after {count or OFTEN} launches,")
     stats.judged_case(case, str(subject))
 
 

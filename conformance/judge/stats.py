@@ -126,6 +126,7 @@ def dtype_of(case: Any) -> str:
 
 _current: ContextVar[Stats | None] = ContextVar("kvtwin_stats", default=None)
 _plain: ContextVar[bool] = ContextVar("kvtwin_plain", default=False)
+_work: ContextVar[list[int] | None] = ContextVar("kvtwin_work", default=None)
 _step: ContextVar[int | None] = ContextVar("kvtwin_step", default=None)
 
 
@@ -234,6 +235,30 @@ def wrong(count: int) -> None:
     stats = _current.get()
     if stats is not None:
         stats.wrong += int(count)
+
+
+@contextmanager
+def counting_work() -> Iterator[list[int]]:
+    """Inside the ``with`` block, the list gets how many functions each call of the implementation under test calls. It
+    stays empty for kvtwin's own side."""
+    counts: list[int] = []
+    token = _work.set(counts)
+    try:
+        yield counts
+    finally:
+        _work.reset(token)
+
+
+def is_counting_work() -> bool:
+    """True inside `counting_work`."""
+    return _work.get() is not None
+
+
+def worked(calls: int) -> None:
+    """Record how many functions a call of the implementation under test has called."""
+    counts = _work.get()
+    if counts is not None:
+        counts.append(calls)
 
 
 def missing(name: str) -> None:

@@ -153,6 +153,17 @@ def test_a_quick_run_of_all_methods_leaves_out_corner_cases_and_no_claim(named, 
         assert "mark.claim" not in path.read_text(encoding="utf-8"), path.name
 
 
+@pytest.mark.parametrize(("more", "seed"), [
+    ([], 123), (["--seed", "7"], 7), (["--seed", "0"], 0), (["--hypothesis-profile", "brief"], 0),
+    (["--hypothesis-profile", "thorough"], 123),
+])
+def test_each_run_on_an_implementation_has_another_seed_unless_it_is_given(more, seed, monkeypatch):
+    monkeypatch.setattr(main_job.secrets, "randbelow", lambda most: 123)
+    chosen = main_job.parser().parse_args(["h2o", "--impl", "mine", *more])
+    chosen.jobs, chosen.required = 1, ["h2o"]
+    assert [one for one in main_job.pytest_arguments(chosen) if "seed" in one] == [f"--hypothesis-seed={seed}"]
+
+
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     def needs_pytest(arguments, prog):
         raise ModuleNotFoundError("No module named 'pytest'", name="pytest")

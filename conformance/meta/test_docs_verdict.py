@@ -48,7 +48,8 @@ def ran(request, tmp_path_factory) -> tuple[int, str]:
     kernel = kernels(DOCS / "tutorial" / "verify.md")[request.param]
     (package / "longflow.py").write_text(kernel, encoding="utf-8")
     made = subprocess.run(
-        [sys.executable, "-m", "kvtwin.conformance", "longflow", "--impl=my_kernels", "--device=cpu", "--jobs=1"],
+        [sys.executable, "-m", "kvtwin.conformance", "longflow", "--impl=my_kernels", "--device=cpu", "--jobs=1",
+         "--seed=0"],
         cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, "PYTEST_ADDOPTS": ""},
     )  # fmt: skip
     assert made.returncode == 1 - request.param, made.stdout + made.stderr

@@ -1,6 +1,6 @@
 """``--kv-impl``: other people's modules, right, wrong and incomplete.
 
-The implementations here are small: each wraps the reference and breaks one thing.
+The implementations here are small: each wraps a right one and breaks one thing.
 """
 
 from __future__ import annotations
@@ -189,19 +189,23 @@ def test_an_import_that_raises_is_a_usage_error(pytester, statement, says):
 
 # --- the suite on other people's modules ---
 
-# Each wraps the reference, with the given dtypes and device, and breaks one thing.
+# Each wraps a right implementation, with the given dtypes and device, and breaks one thing.
 WRAPPED = """
-from kvtwin.reference import longflow as reference
+from kvtwin.conformance.meta.patients.longflow import Decode
+from kvtwin.reference.longflow import DecodeResult
+
+class right:
+    decode_attention = staticmethod(lambda *args, **options: DecodeResult(*Decode()(*args, **options)))
 
 def decode_attention(query, key, value, occupied, **options):
     def again(query=query, occupied=occupied):
-        return reference.decode_attention(query, key, value, occupied, **options)
+        return right.decode_attention(query, key, value, occupied, **options)
 
     def mirrored():
         flipped = key.flip(2), value.flip(2), occupied.flip(-1)
         protected = options["protected"]
         options["protected"] = None if protected is None else protected.flip(-1)
-        return reference.decode_attention(query, *flipped, **options)
+        return right.decode_attention(query, *flipped, **options)
 
     output, score, slot = again()
     {spoil}

@@ -107,7 +107,7 @@ def test_json_report(run, pytester):
     result.stdout.fnmatch_lines(["kvtwin report: *out.json"])
     assert not pytester.path.joinpath("out.html").exists()
     assert set(report) == {
-        "schema_version", "created", "arguments", "exit_status", "environment", "implementation", "totals",
+        "schema_version", "created", "arguments", "seed", "exit_status", "environment", "implementation", "totals",
         "methods", "claims", "tests", "overall", "verdicts", "coverage",
     }  # fmt: skip
     check(report)

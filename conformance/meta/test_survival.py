@@ -13,12 +13,12 @@ from kvtwin.conformance.harness import survival
 #: Right, but for calls with more than nine slots.
 MODULE = """
 import ctypes, os, sys, types
-from kvtwin.reference import longflow as reference
+from kvtwin.conformance.meta.patients.longflow import Decode
 
 def decode_attention(query, key, value, occupied, **options):
     if key.shape[2] > 9:
         {how}
-    return reference.decode_attention(query, key, value, occupied, **options)
+    return Decode()(query, key, value, occupied, **options)
 
 longflow = types.ModuleType("theirs.longflow")
 longflow.decode_attention = decode_attention

@@ -156,7 +156,7 @@ def test_limits_of_the_interpreter_are_not_wrong_and_hide_nothing(tmp_path):
 
 def limited(message: str) -> Exception:
     """What Triton's interpreter raises, in a class of the same name."""
-    return type("InterpreterError", (Exception,), {})(message)
+    return type("InterpreterError", (Exception,), {"__module__": "triton.runtime.errors"})(message)
 
 
 def test_a_group_of_errors_is_a_limit_if_all_of_them_are():

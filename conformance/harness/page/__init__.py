@@ -232,6 +232,7 @@ def _environment(report: Values) -> str:
     versions = ", ".join(f"{package} {found}" for package, found in place["versions"].items() if found)
     return fold("Environment", listing((
         ("command line", code(" ".join(report["arguments"]))), ("exit status", str(report["exit_status"])),
+        ("seed", str(report.get("seed", "none"))),
         ("platform", text(place["platform"])), ("versions", text(versions)),
         ("schema", f"version {report['schema_version']}"),
     )))

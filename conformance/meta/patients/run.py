@@ -13,7 +13,7 @@ from hypothesis import core, settings
 
 from ... import Capabilities, __main__, plugin
 from ...cases import draws
-from ...harness import environment, verdict
+from ...harness import environment, fair_play, verdict
 from ...interpreter import INTERPRET
 
 # Imported before any test runs: what a run in this process imports first, pytester removes from sys.modules, and the
@@ -26,16 +26,21 @@ EXAMPLES = 4
 
 def verdict_of(
     method: str, provided: dict[str, Any], declared: dict[str, Any], keyword: str, folder: Path,
-    monkeypatch: pytest.MonkeyPatch, file: str = "",
+    monkeypatch: pytest.MonkeyPatch, file: str = "", *, stranger: Path | None = None,
 ) -> verdict.MethodVerdict:
     """The verdict of the tests that match `keyword`, as for ``kvtwin verify METHOD --impl=patient --device=cpu``.
 
     Patients have no kernels. So they are judged on the CPU even in a process whose kernels are compiled for a GPU.
 
     provided: functions and states by name; declared: the arguments of `Capabilities`. Reports are written to `folder`.
-    file: the path of the tests in this package; "": all of them.
+    file: the path of the tests in this package; "": all of them. stranger: the file of an implementation that must not
+    use kvtwin's; None: it may, as kvtwin's own modules may.
     """
     module = types.ModuleType("patient")
+    if stranger is None:
+        monkeypatch.setattr(fair_play, "OWN", (*fair_play.OWN, "patient"))
+    else:
+        module.__file__ = str(stranger)
     setattr(module, method, types.SimpleNamespace(**provided))
     setattr(module, "CAPABILITIES", Capabilities(**{"validates_arguments": False, **declared}))  # noqa: B010
     monkeypatch.setitem(sys.modules, "patient", module)
