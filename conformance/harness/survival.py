@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,6 +31,8 @@ SECONDS, SECONDS_IN_ALL, MOST_SECONDS = 120.0, 1200.0, 86_400.0  # by default, a
 #: A function may end so many processes, where a call that does not return counts as OF_A_LOOP; all functions so many.
 MOST_ENDS, OF_A_LOOP, MOST_RESTARTS = 12, 6, 64
 ENDS, LOOPS = "ends.txt", "did not return"
+#: What seeks the smallest case, in a process of its own, and the seconds for what is not the call: to import it.
+SMALLEST, START = f"{__package__.removesuffix('.harness')}.judge.smallest", 60.0
 
 
 class EndsCall(Exception):
@@ -189,14 +192,27 @@ def _smallest(described: dict[str, Any] | None, subject: str | None, known: Path
     it has been found."""
     if described is None or subject is None or described["content"] == "given":
         return described
-    from ..cases import failures
-    from ..judge import smallest
-
     if not known.exists():
-        limit = float(os.environ[LIMIT])
-        known.write_text(json.dumps(smallest.find(subject, described, known.parent, failures.options(), limit)))
-    found: dict[str, Any] = json.loads(known.read_text())
+        known.write_text(json.dumps(described), encoding="utf-8")
+        _seek(subject, known)
+    found: dict[str, Any] = json.loads(known.read_text(encoding="utf-8").splitlines()[-1])
     return found
+
+
+def _seek(subject: str, path: Path) -> None:
+    """Let another process call the function with smaller cases than that in a file, until it ends: see
+    judge/smallest.py. The last line of the file is the case then."""
+    from ..cases import failures
+
+    first, limit = path.read_text(encoding="utf-8"), float(os.environ[LIMIT])
+    command = [sys.executable, "-m", SMALLEST, subject, str(path), *failures.options(), "--limit", str(limit)]
+    with suppress(subprocess.TimeoutExpired):
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
+            timeout=START + 2 * limit,
+        )
+        if ended.returncode == 0:
+            path.write_text(first, encoding="utf-8")
 
 
 def _saved(

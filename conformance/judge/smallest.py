@@ -12,7 +12,6 @@ import dataclasses
 import faulthandler
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,28 +21,8 @@ from typing import Any
 from ..cases import saved
 from ..cases.case import Case
 
-#: Seconds for what is not the call: to import everything.
-START = 60.0
 #: Sizes that are tried, as far as the case has more.
 SOME = tuple(2**number + 1 for number in range(20))
-
-
-def find(subject: str, described: dict[str, Any], folder: Path, options: Sequence[str], limit: float) -> dict[str, Any]:
-    """The smallest case, in another process; the given one if that does not end. options: of `main`; limit: of a call,
-    in seconds."""
-    path = folder / "smallest.jsonl"
-    path.write_text(json.dumps(described) + "\n", encoding="utf-8")
-    command = [sys.executable, "-m", __name__, subject, str(path), *options, "--limit", str(limit)]
-    try:
-        ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
-            timeout=START + 2 * limit,
-        ).returncode != 0
-    except subprocess.TimeoutExpired:
-        ended = True
-    _, *tried = path.read_text(encoding="utf-8").splitlines()
-    found: dict[str, Any] = json.loads(tried[-1]) if ended and tried else described
-    return found
 
 
 def simpler(subject: Any, case: Case) -> Iterator[Case]:

@@ -31,6 +31,8 @@ def theirs(tmp_path, monkeypatch):
         return impl.Facade("theirs", impl._import("theirs"))
 
     monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "theirs"]:
+        monkeypatch.delitem(sys.modules, name)  # another test's
     yield write
     for name in [name for name in sys.modules if name.split(".")[0] == "theirs"]:
         del sys.modules[name]

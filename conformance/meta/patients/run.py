@@ -18,7 +18,7 @@ from ...interpreter import INTERPRET
 
 # Imported before any test runs: what a run in this process imports first, pytester removes from sys.modules, and the
 # next run would get a second copy of its classes.
-from ...judge import attribution  # noqa: F401
+from ...judge import attribution, properties  # noqa: F401
 
 #: Of each test, at most: enough to judge each property, and few enough for many patients.
 EXAMPLES = 4
@@ -90,10 +90,10 @@ FOREIGN = re.compile(
 
 def foreign_texts(found: verdict.MethodVerdict) -> list[str]:
     """The texts of a verdict that have words of other tools: reasons, messages, refusals and notes. Commands that run
-    a test again name pytest, and are left out."""
+    a test again name pytest, and are left out, as is fair play, which names what an implementation calls."""
     texts = [one.why for one in found.properties.values()]
-    texts += [str(finding.get(key)) for one in found.properties.values() for finding in one.findings
-              for key in ("message", "error")]
+    texts += [str(finding.get(key)) for name, one in found.properties.items() if name != properties.FAIR_PLAY
+              for finding in one.findings for key in ("message", "error")]
     texts += [*found.refused, *found.notes, *found.missing]
     return [text for text in texts if FOREIGN.search(re.sub("raised in .*, line", "", text))]  # paths have any words
 
