@@ -193,7 +193,7 @@ def _smallest(described: dict[str, Any] | None, subject: str | None, known: Path
     if described is None or subject is None or described["content"] == "given":
         return described
     if not known.exists():
-        known.write_text(json.dumps(described), encoding="utf-8")
+        known.write_text(json.dumps(described) + "\n", encoding="utf-8")
         _seek(subject, known)
     found: dict[str, Any] = json.loads(known.read_text(encoding="utf-8").splitlines()[-1])
     return found
