@@ -39,7 +39,7 @@ ON_A_GPU = {
 FACADE = """
 import types
 from kvtwin.conformance import Capabilities
-from .own.{module} import {name} as implementation
+from {module} import {name} as implementation
 CAPABILITIES = Capabilities(validates_arguments=False)
 {method} = types.ModuleType("theirs.{method}")
 {method}.{function} = implementation{call}
@@ -98,7 +98,7 @@ SURVIVING = "(test_numbers_are_within or test_large_tensors) and decode_attentio
 
 def _facade(row: Row) -> str:
     own = isinstance(row.exploit, type) and not row.name.endswith("State")
-    module = row.exploit.__module__.partition(".patients.")[2]
+    module = row.exploit.__module__.replace("kvtwin.conformance.meta.patients", ".own")
     return FACADE.format(
         module=module, name=row.exploit.__name__, method=row.method, function=row.name, call="()" if own else "",
     )
@@ -128,10 +128,10 @@ def judged(order: Order, device: str, seed: int) -> tuple[str, list[str]]:
         ran = subprocess.run(
             [sys.executable, "-m", "kvtwin", "verify", order.method, "--impl=theirs", f"--device={device}", "--jobs=1",
              f"--seed={seed}", "--hypothesis-profile=default", "--call-limit=20", "-k", order.tests,
-             "--report=found.json"],
+             "--report=kvtwin-report.json"],
             cwd=folder, capture_output=True, text=True, check=False,
         )
-        path = folder / "found.json"
+        path = folder / "kvtwin-report.json"
         if not path.is_file():
             return "none", [f"no report; exit code {ran.returncode}: {(ran.stderr or ran.stdout)[-300:]}"]
         report = json.loads(path.read_text(encoding="utf-8"))

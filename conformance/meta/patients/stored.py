@@ -104,7 +104,7 @@ HARMLESS = [
 FAULTS = [
     Row(longflow.NoRunningMaximum, "", "extreme_numbers", ALL), Row(longflow.RoundedScores, "", "accuracy", ALL),
     Row(longflow.FreeSlotsScoreZero, "", "free_slots", ALL), Row(longflow.FreeSlotsAreRead, "", "free_slots", ALL),
-    Row(longflow.TiesByChance, "", "repeatability", ALL), Row(longflow.SummedInAnyOrder, "", "repeatability", ALL),
+    Row(longflow.SummedInAnyOrder, "", "repeatability", ALL),
     Row(longflow.NoMaskInTheLastTile, "", "free_slots", ALL), Row(longflow.KeysStridesForValues, "", "layouts", ALL),
     Row(longflow.RightForContiguousTensors, "", "layouts", ALL),
     Row(longflow.InputsAreChanged, "", "repeatability", ALL), Row(longflow.RightOnce, "", "repeatability", ALL),
