@@ -48,6 +48,7 @@ VARIANTS = (
     # The mean over many heads is close for all tokens: only a long window decides.
     *(variant(name, {"window": 12}, **ONE | {"key_value_heads": heads, "group": group}, prompt=14, steps=6)
       for name, heads, group in (("five-heads-in-groups-of-three", 5, 3), ("nine-heads", 9, 1))),
+    variant("zero-values-beside-free-slots", {"window": 12}, content="zero_values", budget=18, prompt=30, steps=8),
     variant("no-prompt", {"window": 7}, prompt=0, steps=24),
     *(variant(f"{policy}", {"policy": policy, **(SEGMENTS if policy == "segment_hs" else {})}, padding="random")
       for policy in POLICIES),
