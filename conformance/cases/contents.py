@@ -73,6 +73,13 @@ def fill(
         other = 1 + (_class_of(queries, count, key.device) - 1 + other)[..., None] % count
         unseen = (channel > 0) & (channel != other) & (channel <= count)
         query = torch.where(channel == head_dim - 1, 1.0, -200 / (16 * scale) * unseen).expand(query.shape)
+    elif content == "units_apart":
+        # In one channel, of five tokens two have much higher logits, two much lower ones, and the fifth, in between,
+        # one of a few logits that lie a unit in the last place apart: equal ones among them, and neighbours.
+        query, key = torch.zeros_like(query), torch.zeros_like(key)
+        query[..., 0], few = 1.0, torch.randint(4, value.shape[:3], generator=generator, device=key.device) * 2.0**-21
+        kind = torch.rand(value.shape[:3], generator=generator, device=key.device).argsort(-1) % 5
+        key[..., 0] = torch.where(kind == 4, few, (kind % 2 * 2 - 1) * (1 + value[..., 0].abs())) / scale
     elif content == "equal_keys":
         key = key[:, :, :1].expand(key.shape)
     elif content == "two_keys":

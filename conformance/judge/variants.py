@@ -108,6 +108,9 @@ BLOCKS = (
     variant("turns-of-strides", {"block_size": 2}, turns=((0, 1), (3, 3)), layout="sliced", padding="random"),
     variant("blocks-of-one", {"block_size": 1}, prompt=9, steps=3, padding="none"),
     variant("one-block", {"block_size": 32}),
+    # Blocks of an odd size and of an even one: an implementation may take them by different kernels.
+    *(variant(f"blocks-of-{size}", {"block_size": size}, **ONE, budget=50, prompt=2 * size, steps=3)
+      for size in (35, 36)),
     variant("budget-of-1", budget=1, steps=4),
     # The last block has one token, less than a window of queries.
     variant("whole-prompts", {"block_size": 3}, prompt=13, steps=8, turns=((2, 5),), padding="none", whole=True),

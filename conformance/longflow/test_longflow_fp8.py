@@ -298,6 +298,7 @@ def test_pages_of_64_slots_hold_whole_tiles_of_fp8(side, fp8, twins, device):
 # Numbers that are not finite, and wrong arguments --------------------------------------------------------------------
 
 
+@pytest.mark.property("extreme_numbers")
 @pytest.mark.kind("laws")
 @each_side
 @pytest.mark.parametrize(("fp8", "code"), [("e4m3", 0x7F), ("e4m3", 0xFF), ("e5m2", 0x7E), ("e5m2", 0xFD)])

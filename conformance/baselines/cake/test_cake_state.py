@@ -185,6 +185,7 @@ def test_a_batch_may_share_its_preferences(side, twins, device):
     assert found[True][0] == found[True][1]
 
 
+@pytest.mark.property("state")
 @both_sides
 def test_layer_0_begins_a_new_prompt(side, twins, device):
     """Also after a prompt that did not reach all layers."""

@@ -153,6 +153,7 @@ def test_raas_evicts_the_oldest_of_pages_with_equal_timestamps(side, how, twins,
         assert held(state) == list(range(4, 12))                      # of six pages, two leave
 
 
+@pytest.mark.property("ties", slots="fixed")
 @SIDES
 def test_raas_renews_the_oldest_of_pages_with_equal_bounds(side, twins, device):
     """Queries 10 and 11 ask for nothing, and renew pages 1 and 2. Pages 3 and 4 have equal timestamps then, and page 4

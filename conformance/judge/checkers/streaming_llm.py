@@ -21,7 +21,7 @@ from ..compare import assert_dtype, assert_same
 from ..fields import field
 from ..oracle import Attention, attend
 from ..subjects import Subject, aspects
-from ..variants import BLOCKS, variant
+from ..variants import BLOCKS, ONE, variant
 from . import blocks
 from .blocks import Chunk
 
@@ -41,6 +41,8 @@ VARIANTS = (
     *BLOCKS, variant("budget-of-1", {"sinks": 0}, budget=1, steps=4),
     variant("rotated-keys", {"inv_freq": FREQUENCIES, "sinks": 2}, turns=((3, 2),)),
     variant("rotated-keys-without-sinks", {"inv_freq": FREQUENCIES, "sinks": 0}, padding="random", steps=11),
+    variant("rotated-keys-in-blocks-of-35", {"inv_freq": FREQUENCIES, "sinks": 2, "block_size": 35}, **ONE, budget=50,
+            prompt=70, steps=3),
 )
 GROUPINGS = ({"inv_freq": FREQUENCIES},)
 PLAIN: dict[str, Any] = {"inv_freq": None}

@@ -17,7 +17,7 @@ from .. import block_model
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, gamma
 from ..compare import assert_same
 from ..oracle import Attention
-from ..variants import BLOCKS, INTERVALS, variant
+from ..variants import BLOCKS, INTERVALS, ONE, variant
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
 from .blocks import Chunk, equal_keys, log_sum_interval, received, received_error
@@ -29,6 +29,9 @@ LAWS = h2o.LAWS[1:]
 VARIANTS = (
     # Of equal scores most of TOVA's choices are open: its bounds are wider than one unit in the last place.
     *(one for one in BLOCKS if one.name != "equal-scores"), *INTERVALS,
+    # Each of 64 heads evicts some of the tokens whose ranks are a unit apart, wherever a search for them ends.
+    variant("ranks-a-unit-apart", {"block_size": 40}, **ONE | {"batch": 4, "key_value_heads": 16},
+            content="units_apart", dtype=torch.float32, budget=40, prompt=80, steps=1),
     variant("heads-together", {"per_head": False}, turns=((3, 2),)),
     variant("heads-together-and-interval", {"per_head": False, "interval": 3}, padding="random", steps=11),
 )
