@@ -298,20 +298,33 @@ def test_pages_of_64_slots_hold_whole_tiles_of_fp8(side, fp8, twins, device):
 # Numbers that are not finite, and wrong arguments --------------------------------------------------------------------
 
 
+each_nan = pytest.mark.parametrize(("fp8", "code"), [("e4m3", 0x7F), ("e4m3", 0xFF), ("e5m2", 0x7E), ("e5m2", 0xFD)])
+
+
+def of_nan(twins: Any, side: str, fp8: str, code: int, device: torch.device) -> Any:
+    """The results for NaN in a key, and for NaN in a value, of the second row's first head."""
+    inputs = step(fp8, device, occupancy="full").inputs
+    for name in ("key", "value"):
+        bits = inputs[name].view(torch.uint8).clone()
+        bits[1, 0, 20, 3] = code
+        yield function(twins, side)(**inputs | {name: bits.view(FORMATS[fp8])})
+
+
 @pytest.mark.property("extreme_numbers")
 @pytest.mark.kind("laws")
 @each_side
-@pytest.mark.parametrize(("fp8", "code"), [("e4m3", 0x7F), ("e4m3", 0xFF), ("e5m2", 0x7E), ("e5m2", 0xFD)])
+@each_nan
 def test_nan_in_an_occupied_slot_reaches_the_output(side, fp8, code, twins, device):
-    case = step(fp8, device, occupancy="full")
-    for name in ("key", "value"):
-        inputs = dict(case.inputs)
-        bits = inputs[name].view(torch.uint8).clone()
-        bits[1, 0, 20, 3] = code
-        found = function(twins, side)(**inputs | {name: bits.view(FORMATS[fp8])})
+    for found in of_nan(twins, side, fp8, code, device):
         assert bool(found.output[1, :3, 3].isnan().all())
         assert not bool(found.output[0].isnan().any()) and not bool(found.output[1, 3:].isnan().any())
-        assert 0 <= int(found.slot[1]) < 37
+
+
+@pytest.mark.kind("laws")  # which slot scores of NaN choose is not fixed for others
+@each_side
+@each_nan
+def test_nan_in_an_occupied_slot_leaves_the_slot_in_range(side, fp8, code, twins, device):
+    assert all(0 <= int(found.slot[1]) < 37 for found in of_nan(twins, side, fp8, code, device))
 
 
 @pytest.mark.kind("laws")
