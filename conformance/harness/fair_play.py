@@ -35,7 +35,7 @@ from .process_watch import Watch, root_of
 from .replaced import Places
 
 #: The packages whose modules may use kvtwin.
-OWN = ("kvtwin",)
+OWN: tuple[str, ...] = ("kvtwin",)
 FOLDER = str(Path(__file__).resolve().parents[1])
 #: Of the repository or of the installed package: the folders of its parts, as pyproject.toml maps them.
 PARTS = {

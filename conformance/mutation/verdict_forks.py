@@ -29,9 +29,10 @@ import pytest
 
 from .. import __main__ as command
 from .. import discovery, plugin
-from ..harness import environment, findings, results, suite, verdict
+from ..harness import environment, fair_play, findings, results, suite, verdict
 from ..harness.impl import Twins
 from .mutants import is_of
+from .verdict_copies import PACKAGE
 from .verdict_server import FOUND, OUTPUT, Order
 
 PROFILE = "verdicts"
@@ -192,6 +193,7 @@ def judge_another(running: suite.Suite, config: pytest.Config, order: Order) -> 
 
     hypothesis: Any = importlib.import_module("hypothesis.core")
     hypothesis.global_force_seed = order.seed
+    fair_play.OWN = ("kvtwin", PACKAGE)  # a copy of a side, which may use what the side uses
     config.option.kv_impl = running.implementation = order.module
     failures.replay_with(order.module, running.backend.device.type)
     running.twins = Twins(order.module)
