@@ -152,7 +152,7 @@ class Environment(os._Environ[str]):
 
 
 class Arguments(list[str]):
-    """`sys.argv` during a call: only the program, and whoever reads it is told of."""
+    """`sys.argv` during a call: the program alone. A call that reads it is noted."""
 
     def __init__(self, arguments: list[str]) -> None:
         super().__init__(arguments[:1])

@@ -74,8 +74,8 @@ def set_contents(inputs: dict[str, Any], others: dict[str, Any]) -> None:
 
 
 def assert_own_memory(results: Sequence[dict[str, Tensor]], inputs: dict[str, dict[str, Any]]) -> None:
-    """No field of a result lies in the memory of an input, or of the result of an earlier call: whoever has those may
-    change them. inputs: the arguments of calls, by what they are called."""
+    """No field of a result lies in the memory of an input, or of the result of an earlier call: the caller may change
+    those. inputs: the arguments of calls, by what they are called."""
     owners: dict[int, str] = {}
     for what, given in inputs.items():
         for name, tensor in tensors(given).items():

@@ -1,4 +1,4 @@
-"""Comparators of numbers: outputs and scores against the truth, within a bound or to the letter."""
+"""Comparators of numbers: outputs and scores against the truth, within a bound or exactly."""
 
 from __future__ import annotations
 
