@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvtwin.conformance import Capabilities, cli, discovery
 from kvtwin.conformance.every_method.test_accuracy import Tiny
+from kvtwin.conformance.harness import fair_play
 from kvtwin.conformance.judge import bounds, oracle
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.fixtures import accuracy_of
@@ -97,6 +98,7 @@ def theirs(monkeypatch):
         if declared is not None:
             module.CAPABILITIES = declared
         monkeypatch.setitem(sys.modules, "theirs", module)
+        monkeypatch.setattr(fair_play, "OWN", (*fair_play.OWN, "theirs"))  # it uses the reference
 
     monkeypatch.setattr(accuracy_of, "plan", lambda queries: Tiny(shares=(2, 6), queries=queries))
     return make
@@ -159,8 +161,9 @@ def test_declared_capabilities_are_respected(theirs, capsys):
     (row,) = accuracy_of.evaluate("theirs", plan=Tiny(shares=(6,), queries=1))
     assert set(seen) == {torch.bfloat16}
     assert row.theirs == row.reference
-    assert cli.main(["accuracy", "--impl", "theirs", "--queries", "1", "--dtype", "float16"]) == 0
-    assert "not provided: theirs.keydiff.evict: dtypes (declared)" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["accuracy", "--impl", "theirs", "--queries", "1", "--dtype", "float16"])
+    assert "keydiff must be one of those that theirs declares, bfloat16" in capsys.readouterr().err
     theirs(Capabilities(head_dims=(40,)), keydiff={"evict": evict})
     assert cli.main(["accuracy", "--impl", "theirs", "--queries", "1"]) == 0
     assert "not provided: theirs.keydiff.evict: head_dims (declared)" in capsys.readouterr().out

@@ -33,6 +33,7 @@ MOST_ENDS, OF_A_LOOP, MOST_RESTARTS = 12, 6, 64
 ENDS, LOOPS = "ends.txt", "did not return"
 #: What seeks the smallest case, in a process of its own, and the seconds for what is not the call: to import it.
 SMALLEST, START = f"{__package__.removesuffix('.harness')}.judge.smallest", 60.0
+ALL_RETURNED = 77  # its exit code if no call ended it
 
 
 class EndsCall(Exception):
@@ -211,7 +212,7 @@ def _seek(subject: str, path: Path) -> None:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
             timeout=START + 2 * limit,
         )
-        if ended.returncode == 0:
+        if ended.returncode == ALL_RETURNED:
             path.write_text(first, encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 FILE holds a case, as JSON, whose call ended a process. This process makes the call with simpler and larger cases in
 turn, up to this one, and adds each to the file before its call. So the last one in the file is that of the call that
-ended this process, too. Exit code 0 if all calls returned.
+ended this process, too. Exit code ALL_RETURNED if none did: a call may exit with 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any
 from ..cases import saved
 from ..cases.case import Case
 
+#: Also in harness/survival.py.
+ALL_RETURNED = 77
 #: Sizes that are tried, as far as the case has more.
 SOME = tuple(2**number + 1 for number in range(20))
 
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with suppress(Exception):  # of another kind: a test says so
                 subject.call(subject.module(twins.optimized), one)
             faulthandler.cancel_dump_traceback_later()
-    return 0
+    return ALL_RETURNED
 
 
 if __name__ == "__main__":

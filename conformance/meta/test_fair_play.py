@@ -67,7 +67,8 @@ def test_it_is_harmless(row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ("import threading, builtins\nthread = threading.Timer(0, lambda: setattr(builtins, 'abs', max))\n",
      "theirs replaces builtins.abs"),
 ], ids=["import", "later"])
-def test_what_is_replaced_outside_of_calls_is_found_in_the_next_call(text, says, tmp_path, monkeypatch):
+def test_what_is_replaced_outside_of_calls_is_found_in_the_next_call(text, says, tmp_path, monkeypatch, request):
+    request.addfinalizer(lambda: sys.modules.pop("theirs", None))
     (tmp_path / "theirs.py").write_text(f"import torch\n{text}\ndef decode_attention(): return 1, 2, 3\n"
                                         "class longflow: decode_attention = staticmethod(decode_attention)\n")
     monkeypatch.syspath_prepend(tmp_path)
