@@ -115,9 +115,10 @@ def test_without_the_program_it_is_a_usage_error(monkeypatch, capsys):
 @pytest.mark.parametrize(("log", "code", "status", "says"), [
     (MEMCHECK, 0, 1, "memcheck: 1 findings, 0 in kernels of PyTorch and CUDA"),
     (INITCHECK.replace("fault_initcheck", "void at::native::other"), 0, 0, "0 findings, 2 in kernels of PyTorch"),
+    (MEMCHECK.replace("fault_memcheck", "my_gemm_of_flash_fwd"), 0, 1, "memcheck: 1 findings, 0 in kernels of PyTorch"),
     (CLEAN, 6, 0, "memcheck: 0 findings"), (CLEAN, 1, 1, "longflow of theirs: WRONG"), (CLEAN, 4, 4, ""),
     ("", 0, 3, ""),
-], ids=["finding", "of torch", "few cases", "wrong", "no start", "not finished"])
+], ids=["finding", "of torch", "a name like a library's", "few cases", "wrong", "no start", "not finished"])
 def test_somebody_elses_kernels_under_a_tool(log, code, status, says, tmp_path, monkeypatch, capsys):
     program = tmp_path / sanitize.PROGRAM
     program.write_text(f"#!{sys.executable}\nprint({log!r} + 'longflow of theirs: WRONG')\nraise SystemExit({code})\n")
