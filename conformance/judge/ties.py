@@ -40,15 +40,15 @@ def _classes(bits: Tensor, zero: Tensor, holds: Tensor) -> Tensor:
     factor = factor * (factor >> 29 ^ factor)
     found = (bits * factor).sum(-1)
     named = holds & ~zero
-    lowest = _lowest_equal(found.where(named, index))
+    lowest = lowest_equal(found.where(named, index))
     same = (bits.gather(1, lowest[..., None].expand(bits.shape)) == bits).all(-1)
     lowest = torch.where(same & named, lowest, index)
     empty = holds & zero
     return torch.where(empty, index.where(empty, slots).amin(-1, keepdim=True), lowest)
 
 
-def _lowest_equal(values: Tensor) -> Tensor:
-    """For each of values [R, S], the lowest index in its row of an equal one."""
+def lowest_equal(values: Tensor) -> Tensor:
+    """For each of values [..., S], the lowest index in its row of an equal one."""
     ordered, order = values.sort(dim=-1, stable=True)
     return torch.zeros_like(order).scatter(-1, order, order.gather(-1, _first_of_run(ordered)))
 

@@ -87,14 +87,14 @@ def test_replay_judges_a_saved_case(tmp_path, capsys):
     assert "right" in capsys.readouterr().out
 
 
-def test_replay_of_given_tensors_judges_the_fields_alone(tmp_path, capsys):
+def test_replay_of_given_tensors_judges_the_fields_alone(tmp_path, capsys, device):
     """The checks of several calls need other contents of the same sizes, which a case of recorded tensors has not."""
     key = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
     case = DecodeCase.of(key[:, :, 0], key, key, torch.ones(1, 5, dtype=torch.bool))
     drawn, given = tmp_path / "drawn.safetensors", tmp_path / "given.safetensors"
     case.save(given, "longflow.decode_attention")
     DecodeCase(slots=5).save(drawn, "longflow.decode_attention")
-    assert cli.main(["replay", str(given), str(drawn), "--impl", "kvtwin.reference", "--device", "cpu"]) == 0
+    assert cli.main(["replay", str(given), str(drawn), "--impl", "kvtwin.reference", "--device", device.type]) == 0
     of_given, of_drawn = capsys.readouterr().out.split(str(drawn))
     assert "longflow.decode_attention.slot: right" in of_given
     assert "the same call again" not in of_given

@@ -25,7 +25,7 @@ def replay(folder, monkeypatch, count: int) -> int:
     files = [str(folder / f"{number}.safetensors") for number in range(count)]
     for file in files:
         DecodeCase(batch=1, key_value_heads=1, group=1, head_dim=16, slots=3).save(file)
-    return cli.main(["replay", *files, "--impl", "kvtwin.reference", "--device", "cpu"])
+    return cli.main(["replay", *files, "--impl", "kvtwin.reference"])
 
 
 def accuracy(folder, monkeypatch, count: int) -> int:

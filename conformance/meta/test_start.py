@@ -151,7 +151,7 @@ def test_a_replay_judges_the_implementation_that_failed(tmp_path, monkeypatch, c
                                           f"exec({wrong!r}, vars(longflow))\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    case = DecodeCase(slots=3, device=str(device))
+    case = DecodeCase(slots=3, device=device.type)
     for name, status, says in (
         ("replayed", 1, f"replayed, f.safetensors: {case}\n"),
         (None, 0, "kvtwin.optimized, f.safetensors: "),

@@ -25,7 +25,7 @@ from ..fields import field
 from ..oracle import upcast_all
 from ..selections import assert_selected_right
 from ..subjects import Subject, aspects
-from ..ties import tie_classes
+from ..ties import lowest_equal, tie_classes
 from ..variants import ONE, variant
 
 EVICTS, SCORED = False, False
@@ -211,7 +211,7 @@ def judge_selected(actual: Tensor, case: RankedPagesCase) -> None:
             actual, select_pages(score, count, k=case.keep, keep_last=case.protect == "last"), Interval(score, score),
             candidates=(page < count[:, None, None]).expand(score.shape),
             forced=last if case.protect == "last" else None,
-            tie=(score[..., None, :] == score[..., None]).long().argmax(-1), what="selected pages",
+            tie=lowest_equal(score), what="selected pages",
         )
 
 
