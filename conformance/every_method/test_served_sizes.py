@@ -43,8 +43,9 @@ def process(request: pytest.FixtureRequest) -> Iterator[fresh.Process]:
 @pytest.fixture(autouse=True)
 def _memory(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
     """The next test finds the memory of the last one free. Somebody else's implementation may need many times as much
-    as a kernel: of the processes that judge it, one at a time runs such a test."""
-    if device.type == "cuda" and request.config.getoption("kv_impl") is not None:
+    as a kernel: of the processes that judge it, one at a time runs such a test, unless its cases are small."""
+    small = any(mark.kwargs.get("small") for mark in request.node.iter_markers("served"))
+    if device.type == "cuda" and request.config.getoption("kv_impl") is not None and not small:
         turns.take_memory_of(torch.device("cuda", torch.cuda.current_device()), "served", 1)
     yield
     torch.cuda.empty_cache()
@@ -72,6 +73,7 @@ def test_functions_give_the_same_bits_in_a_hundred_launches(subject, twins, proc
     )
 
 
+@pytest.mark.served(small=True)
 @pytest.mark.property("repeatability")
 @pytest.mark.parametrize("subject", [subject for subject in SIZED if not subject.also], ids=str)
 def test_functions_give_the_same_bits_in_thousands_of_launches(subject, twins):

@@ -36,8 +36,8 @@ MARKERS = (
     "slow: a test over two seconds long of the suite itself, of stored results or of imports; `tox` leaves it out, and "
     ".ci/run does not",
     "slow_on_cpu: a long test of kernels, of which a GPU says more: `slow` in Triton's interpreter alone",
-    "served(long=False): a test of sizes that people serve, which a GPU alone can hold; deselected on the CPU, and a "
-    "long one also on kvtwin's own implementation with the profile gpu",
+    "served(long=False, small=False): a test of sizes that people serve, which a GPU alone can hold; deselected on the "
+    "CPU, and a long one also on kvtwin's own implementation with the profile gpu; small ones share the GPU's memory",
     "method(name): the tested method, if neither the file's name nor a parameter names it",
 )
 WARNINGS = (
