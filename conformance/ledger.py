@@ -306,10 +306,9 @@ def table(
 
 def _row(claim: Claim) -> tuple[str, ...]:
     words = " ".join(map(quoted, claim.quotes)) or f"(Lost: {claim.lost})"
-    truth = claim.corrected or (f"if {claim.assumptions}" if claim.verdict == "holds-if" else "")
-    defence = f" In its defence: {claim.defence}" if claim.defence else ""
-    released = f" As released: {claim.released}" if claim.released else ""
-    return claim.id, claim.where, f"{claim.statement} {words}", VERDICTS[claim.verdict], truth + defence + released
+    defence = f"In its defence: {claim.defence}" if claim.defence else ""
+    truth = " ".join(filter(None, (_assumed(claim), claim.corrected, defence, _released(claim))))
+    return claim.id, claim.where, f"{claim.statement} {words}", VERDICTS[claim.verdict], truth
 
 
 def quoted(words: str) -> str:
@@ -318,11 +317,15 @@ def quoted(words: str) -> str:
 
 
 def _with_assumptions(claim: Claim) -> str:
-    parts = (
-        claim.statement, f"Assumed: {claim.assumptions}." if claim.assumptions else "", claim.corrected,
-        f"As released: {claim.released}" if claim.released else "",
-    )
-    return " ".join(part for part in parts if part)
+    return " ".join(filter(None, (claim.statement, _assumed(claim), claim.corrected, _released(claim))))
+
+
+def _assumed(claim: Claim) -> str:
+    return f"Assumed: {claim.assumptions}." if claim.assumptions else ""
+
+
+def _released(claim: Claim) -> str:
+    return f"As released: {claim.released}" if claim.released else ""
 
 
 def markdown_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

@@ -258,7 +258,7 @@ def test_table(folder):
     assert "| LF-3 | eq. 12 | a \\| b \u201cthe words \\| of the paper\u201d | holds |  |" in made
     assert (
         "| LF-4b | eq. 13 | two lines \u201csome words\u201d \u201cand others\u201d | false "
-        "| the opposite In its defence: it is a misprint |"
+        "| Assumed: n >= 2. the opposite In its defence: it is a misprint |"
     ) in made
     assert "**longflow**, 1 statements of ours, which correct or complete the paper's:" in made
     assert "| LF-5 | eq. 13, corrected | the opposite Assumed: n >= 3. |" in made
@@ -273,6 +273,13 @@ def test_quotes_are_shown_verbatim(folder):
     r"""Markdown would take `_{a}_` and `*` for emphasis."""
     place = folder(CLAIM.replace('"the words | of the paper"', r"'$x_{a}_{b}$ \in R*'"))
     assert r"\$x\_{a}\_{b}\$ \\in R\*" in ledger.table(ledger.load(place))
+
+
+def test_assumptions_of_what_holds_are_shown(folder):
+    for verdict in ("holds", "holds-if"):
+        toml = CLAIM.replace('assumptions = ""', 'assumptions = "n > 1"').replace('"holds"', f'"{verdict}"')
+        made = ledger.table(ledger.load(folder(toml + 'corrected = "so"')))
+        assert f"| {ledger.VERDICTS[verdict]} | Assumed: n > 1. so |" in made
 
 
 def test_lost_words_are_named(folder):
