@@ -61,7 +61,7 @@ def claims(arguments: Sequence[str], prog: str) -> int:
     found = ledger.load()
     chosen = _methods(arguments, _parser(prog, claims), sorted({claim.method for claim in found}))
     left_out = (one for one in ledger.omitted() if one.method in chosen)
-    print(ledger.table((claim for claim in found if claim.method in chosen), left_out))
+    print(ledger.table((claim for claim in found if claim.method in chosen), left_out, ledger.sources()))
     return 0
 
 

@@ -1,6 +1,10 @@
 """The claims ledger: what the papers say, what of it is true, and which test shows it.
 
-``<method>/claims.toml`` holds one ``[[claim]]`` table per theorem, bound, rewriting, count or figure of a paper::
+``<method>/claims.toml`` says which version of a paper is judged, and holds one ``[[claim]]`` table per theorem, bound,
+rewriting, count or figure of it::
+
+    version = "arXiv 2504.15364, version 2"
+    code = "https://github.com/name/repository, commit 0123abc"      # if there is released code that we have read
 
     [[claim]]
     id = "LF-3"                       # parts are LF-3a, LF-3b
@@ -10,6 +14,7 @@
     assumptions = "what it assumes"   # "" if nothing
     verdict = "holds"                 # one of VERDICTS
     corrected = "what is true"        # required unless the verdict is holds, holds-if or ours
+    released = "what file.py of the released code does"              # where it differs from the text, or completes it
     defence = "..."                   # the strongest defence of the paper, and why it fails: false, inconsistent
     test = "longflow/test_longflow_claims.py::test_exact_effect"     # or a list of several
 
@@ -34,25 +39,30 @@ import re
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FILE = "claims.toml"
 
 MARKUP, BACKSLASH = re.compile(r"(?=[\\*_`$<\[])"), r"\\"
 ID = re.compile(r"[A-Z]{2}-\d+[a-z]?")
+SOURCE_FILE = re.compile(r"\b[\w/]+\.(py|cu|md)\b")
 VERDICTS = {
     "holds": "holds",
     "holds-if": "holds under an added assumption",
     "false": "false",
     "inconsistent": "contradicts itself",
+    "misprint": "a misprint",
     "unproven": "neither proved nor refuted here",
     "gap": "a definition is missing",
     "ours": "ours, not the paper's",
 }
-OURS = "ours"
+OURS, MISPRINT = "ours", "misprint"
+APART = (OURS, MISPRINT)  # neither is a claim of a paper: they are counted and shown apart
 PLURALS = {
     "holds": "hold",
     "holds-if": "hold under an added assumption",
@@ -61,10 +71,10 @@ PLURALS = {
     "unproven": "are neither proved nor refuted",
     "gap": "lack a definition",
 }
-NEED_CORRECTION = ("false", "inconsistent", "unproven", "gap")
+NEED_CORRECTION = ("false", "inconsistent", "misprint", "unproven", "gap")
 NEED_DEFENCE = ("false", "inconsistent")
 TEXTS = ("id", "where", "statement", "assumptions", "verdict")
-OPTIONAL = ("lost", "corrected", "defence")
+OPTIONAL = ("lost", "corrected", "defence", "released")
 
 
 class LedgerError(ValueError):
@@ -85,7 +95,16 @@ class Claim:
     verdict: str
     corrected: str
     defence: str
+    released: str
     tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a ledger judges: the version of the paper, and the released code that was read, if any."""
+
+    version: str
+    code: str
 
 
 @dataclass(frozen=True)
@@ -108,10 +127,14 @@ class Mark:
 
 def load(folder: Path = HERE) -> tuple[Claim, ...]:
     """Every claim, in the order of the files. Raises LedgerError."""
+    known = sources(folder)
     claims = [
         _claim(f"{path.parent.name}/{path.name}, {table.get('id', f'claim {number}')}", path.parent.name, table)
         for path in _files(folder) for number, table in enumerate(_tables(path)["claim"], start=1)
     ]
+    homeless = [claim.id for claim in claims if claim.released and not known[claim.method].code]
+    if homeless:
+        raise LedgerError(f"{folder}: 'released' needs 'code' at the top of the file: {', '.join(homeless)}")
     twice = [name for name, count in Counter(claim.id for claim in claims).items() if count > 1]
     if twice:
         raise LedgerError(f"{folder}: ids used twice: {', '.join(twice)}")
@@ -126,11 +149,16 @@ def omitted(folder: Path = HERE) -> tuple[Omission, ...]:
     )
 
 
+def sources(folder: Path = HERE) -> dict[str, Source]:
+    """What the ledger of each method judges. Raises LedgerError."""
+    return {path.parent.name: _source(f"{path.parent.name}/{path.name}", _tables(path)) for path in _files(folder)}
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.rglob(FILE))
 
 
-def parsed(path: Path) -> dict[str, list[dict[str, object]]]:
+def parsed(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises LedgerError, which names the file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -138,12 +166,16 @@ def parsed(path: Path) -> dict[str, list[dict[str, object]]]:
         raise LedgerError(f"{path}: {error}") from error
 
 
-def _tables(path: Path) -> dict[str, list[dict[str, object]]]:
+def _tables(path: Path) -> dict[str, Any]:
     tables = parsed(path)
-    if "claim" not in tables or not set(tables) <= {"claim", "omitted"}:
+    if "claim" not in tables or not set(tables) <= {"version", "code", "claim", "omitted"}:
         found = ", ".join(tables) or "nothing"
-        raise LedgerError(f"{path}: expected [[claim]] and [[omitted]] tables only, found {found}")
+        raise LedgerError(f"{path}: expected version, code, [[claim]] and [[omitted]] tables only, found {found}")
     return tables
+
+
+def _source(name: str, tables: dict[str, Any]) -> Source:
+    return Source(string(name, tables, "version"), string(name, tables, "code") if "code" in tables else "")
 
 
 def _claim(name: str, method: str, table: dict[str, object]) -> Claim:
@@ -159,6 +191,8 @@ def _claim(name: str, method: str, table: dict[str, object]) -> Claim:
         raise LedgerError(f"{name}: the verdict {verdict!r} needs 'corrected', which says what is true instead")
     if (verdict in NEED_DEFENCE) is not bool(texts["defence"]):
         raise LedgerError(f"{name}: 'defence' is for the verdicts {' and '.join(NEED_DEFENCE)}, which need it")
+    if texts["released"] and not SOURCE_FILE.search(texts["released"]):
+        raise LedgerError(f"{name}: 'released' must name the file of the released code")
     quotes = strings(name, "quote", table["quote"]) if "quote" in table else ()
     if bool(quotes) + bool(texts["lost"]) != (verdict != OURS):
         raise LedgerError(f"{name}: a claim has either 'quote' or 'lost', and one that is {OURS!r} has neither")
@@ -232,21 +266,33 @@ def problems(claims: Iterable[Claim], found: Iterable[Mark]) -> list[str]:
 
 
 def counted(claims: Iterable[Claim]) -> str:
-    """How many of the papers' claims have which verdict, in words, and how many statements are ours."""
+    """How many of the papers' claims have which verdict, in words; misprints and statements of ours apart."""
     counts = Counter(claim.verdict for claim in claims)
     said = ", ".join(f"{counts[verdict]} {text}" for verdict, text in PLURALS.items() if counts[verdict])
-    return "; ".join(part for part in (said, f"{counts[OURS]} statements of ours hold" if counts[OURS] else "") if part)
+    misprints = f"{counts[MISPRINT]} misprint{'s' if counts[MISPRINT] > 1 else ''}" if counts[MISPRINT] else ""
+    added = f"{counts[OURS]} statements of ours hold" if counts[OURS] else ""
+    return "; ".join(part for part in (said, misprints, added) if part)
 
 
-def table(claims: Iterable[Claim], left_out: Iterable[Omission] = ()) -> str:
-    """The claims as Markdown: per method, what the paper says, what we add, and what is left out."""
+def table(
+    claims: Iterable[Claim], left_out: Iterable[Omission] = (), judged: Mapping[str, Source] = MappingProxyType({})
+) -> str:
+    """The claims as Markdown: per method, what was judged, what the paper says, its misprints, what we add, and what is
+    left out."""
     parts: list[str] = []
     claims, left_out = list(claims), list(left_out)
     for method in dict.fromkeys(claim.method for claim in claims):
         own = [claim for claim in claims if claim.method == method]
-        said = [claim for claim in own if claim.verdict != OURS]
+        said = [claim for claim in own if claim.verdict not in APART]
         parts += [f"**{method}**, {len(said)} claims: {counted(said) or 'none'}.", ""]
+        if method in judged:
+            code = f" Released code: {judged[method].code}." if judged[method].code else ""
+            parts += [f"Judged: {judged[method].version}.{code}", ""]
         parts += markdown_rows(("id", "where", "the paper", "verdict", "what is true"), map(_row, said))
+        printed = [(*_row(claim)[:3], _row(claim)[4]) for claim in own if claim.verdict == MISPRINT]
+        if printed:
+            parts += [f"**{method}**, misprints, which are not counted as claims:", ""]
+            parts += markdown_rows(("id", "where", "the paper", "what is meant"), printed)
         added = [(claim.id, claim.where, _with_assumptions(claim)) for claim in own if claim.verdict == OURS]
         if added:
             parts += [f"**{method}**, {len(added)} statements of ours, which correct or complete the paper's:", ""]
@@ -260,9 +306,9 @@ def table(claims: Iterable[Claim], left_out: Iterable[Omission] = ()) -> str:
 
 def _row(claim: Claim) -> tuple[str, ...]:
     words = " ".join(map(quoted, claim.quotes)) or f"(Lost: {claim.lost})"
-    truth = claim.corrected or (f"if {claim.assumptions}" if claim.verdict == "holds-if" else "")
-    defence = f" In its defence: {claim.defence}" if claim.defence else ""
-    return claim.id, claim.where, f"{claim.statement} {words}", VERDICTS[claim.verdict], truth + defence
+    defence = f"In its defence: {claim.defence}" if claim.defence else ""
+    truth = " ".join(filter(None, (_assumed(claim), claim.corrected, defence, _released(claim))))
+    return claim.id, claim.where, f"{claim.statement} {words}", VERDICTS[claim.verdict], truth
 
 
 def quoted(words: str) -> str:
@@ -271,8 +317,15 @@ def quoted(words: str) -> str:
 
 
 def _with_assumptions(claim: Claim) -> str:
-    parts = (claim.statement, f"Assumed: {claim.assumptions}." if claim.assumptions else "", claim.corrected)
-    return " ".join(part for part in parts if part)
+    return " ".join(filter(None, (claim.statement, _assumed(claim), claim.corrected, _released(claim))))
+
+
+def _assumed(claim: Claim) -> str:
+    return f"Assumed: {claim.assumptions}." if claim.assumptions else ""
+
+
+def _released(claim: Claim) -> str:
+    return f"As released: {claim.released}" if claim.released else ""
 
 
 def markdown_rows(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -284,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     description = "Print the claims ledger as Markdown tables."
     argparse.ArgumentParser(prog="python -m kvtwin.conformance.ledger", description=description).parse_args(arguments)
     try:
-        print(table(load(), omitted()))
+        print(table(load(), omitted(), sources()))
     except (OSError, LedgerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,7 @@ release = version = installed("kvtwin")
 
 extensions = ["myst_parser"]
 exclude_patterns = ["_build", "notes"]
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nitpicky = True
 
@@ -31,3 +31,10 @@ html_show_copyright = False
 
 def setup(app):
     app.connect("builder-inited", lambda app: generate.write(Path(app.srcdir) / "reference"))
+    app.connect("source-read", link_claims)
+
+
+def link_claims(app, docname, source):
+    """The page on claims names them by their ids."""
+    if docname == "explanation/claims":
+        source[0] = generate.results.linked(source[0])

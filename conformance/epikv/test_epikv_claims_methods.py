@@ -1,6 +1,8 @@
-"""What EpiKV's paper says of other methods, and what its own scores read (claims EK-16 to EK-20)."""
+"""What EpiKV's paper says of other methods, and what its own scores read (claims EK-16 to EK-22)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -51,28 +53,66 @@ def test_raas_takes_longer_than_no_eviction():
     assert round(seconds["RaaS"] / seconds["none"], 2) == 1.62
 
 
+def alive_after(module: Any, name: str, device: torch.device, sign: int, **options) -> list[int]:
+    """The tokens that a cache keeps of 12 random ones, after queries of ones times `sign`."""
+    key, value = torch.randn(2, 1, 1, 12, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    held = getattr(module, f"{name}State")(
+        getattr(module, f"{name}Config")(6, 4, **options), batch=1, query_heads=1, key_value_heads=1, head_dim=16,
+        dtype=torch.float32, device=device,
+    )
+    for start in range(0, 12, 4):
+        part = slice(start, start + 4)
+        held.append_block(sign * torch.ones_like(key[:, :, part]), key[:, :, part], value[:, :, part])
+    return sorted(held.positions[held.positions >= 0].tolist())
+
+
 @pytest.mark.claim("EK-18")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
 def test_streaming_llm_needs_no_attention_weights(twins, side, device):
     """What it keeps follows from positions alone. H2O's choice depends on the weights."""
-    keep = getattr(twins, side).baselines.streaming_llm.keep
+    baselines = getattr(twins, side).baselines
     positions = torch.arange(12, device=device)[None, None]
-    assert keep(positions, 6, sinks=2)[0, 0].nonzero().flatten().tolist() == [0, 1, 8, 9, 10, 11]
-    key, value = torch.randn(2, 1, 1, 12, 16, generator=torch.Generator().manual_seed(0)).to(device)
-    alive = {}
-    for name, state, options in (("streaming_llm", "StreamingLLMState", {"sinks": 2}), ("h2o", "H2OState", {})):
-        module = getattr(getattr(twins, side).baselines, name)
-        for sign in (1, -1):
-            held = getattr(module, state)(
-                getattr(module, state.replace("State", "Config"))(6, 4, **options), batch=1, query_heads=1,
-                key_value_heads=1, head_dim=16, dtype=torch.float32, device=device,
-            )
-            for start in range(0, 12, 4):
-                part = slice(start, start + 4)
-                held.append_block(sign * torch.ones_like(key[:, :, part]), key[:, :, part], value[:, :, part])
-            alive[name, sign] = sorted(held.positions[held.positions >= 0].tolist())
-    assert alive["streaming_llm", 1] == alive["streaming_llm", -1] == [0, 1, 8, 9, 10, 11]
-    assert alive["h2o", 1] != alive["h2o", -1]
+    kept = baselines.streaming_llm.keep(positions, 6, sinks=2)[0, 0].nonzero().flatten().tolist()
+    assert kept == [0, 1, 8, 9, 10, 11]
+    for sign in (1, -1):
+        assert alive_after(baselines.streaming_llm, "StreamingLLM", device, sign, sinks=2) == kept
+    assert alive_after(baselines.h2o, "H2O", device, 1) != alive_after(baselines.h2o, "H2O", device, -1)
+
+
+@pytest.mark.claim("EK-22")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_lag_kv_needs_no_attention_weights(twins, side, device):
+    """Nor does what it keeps depend on them, as that of H2O does."""
+    baselines = getattr(twins, side).baselines
+    lag, h2o = (
+        [alive_after(module, name, device, sign, **options) for sign in (1, -1)]
+        for module, name, options in ((baselines.lag_kv, "LagKV", {"sinks": 0, "lag": 2}), (baselines.h2o, "H2O", {}))
+    )
+    assert lag[0] == lag[1] and h2o[0] != h2o[1]
+    assert lag[0] != list(range(6, 12)), "it chooses by more than positions"
+
+
+@pytest.mark.claim("EK-21")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_thinkv_notices_a_change_up_to_a_window_late(twins, side, device):
+    """Windows of 4. Queries of zeros attend equally (execution). From step `change` on, queries attend to token 0 only
+    (transition)."""
+    module, late = getattr(twins, side).thinkv, []
+    config = module.ThinKVConfig(budget=64, tau=4, group=2, block=2, max_tokens=16, edges=(0.3, 0.6), scale=1.0)
+    for change in range(4, 9):
+        state = module.ThinKVState(
+            config, batch=1, query_heads=1, key_value_heads=1, head_dim=16, dtype=torch.float32, device=device,
+        )
+        seen = []
+        for t in range(12):
+            token = torch.zeros(1, 1, 16, device=device)
+            token[..., 0] = 30 if t == 0 else 0
+            state.step(torch.ones_like(token) * (t >= change), token, token)
+            seen.append(int(state.thought[0]))
+        transition = int(module.Thought.TRANSITION)
+        late.append(seen.index(transition) - change)
+        assert seen[seen.index(transition):] == [transition] * (12 - seen.index(transition))
+    assert late == [0, 3, 2, 1, 0]
 
 
 @pytest.mark.claim("EK-19")

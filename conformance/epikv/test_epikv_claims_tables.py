@@ -67,8 +67,8 @@ def test_16_times_the_requests_is_the_ratio_of_the_lengths():
 
 @pytest.mark.claim("EK-2c")
 def test_prompt_and_recent_tokens_beside_the_budget_take_a_seventh():
-    """If K does not include them, as in section 3.3. Example: a prompt of 128 tokens and 200 recent tokens."""
-    assert requests(56 * GIB, (BUDGET + 128 + 200) * LLAMA.bytes_per_token) == 193
+    """If K does not include them, as in section 3.3. Example: a prompt of 200 tokens, and EK-11a's recent tokens."""
+    assert requests(56 * GIB, (BUDGET + 200 + EpiKVConfig(BUDGET).newest) * LLAMA.bytes_per_token) == 193
     assert requests(56 * GIB, BUDGET * LLAMA.bytes_per_token) == 224
 
 
@@ -116,6 +116,14 @@ def test_longest_context_whose_attention_maps_fit():
     flash = int(room / ((48 * GB - LLAMA.weights) / 65_536))          # at the slope of the reported 48 GB
     assert 130_000 < flash < 132_000
     assert flash / ceiling > 23
+
+
+@pytest.mark.claim("EK-3c")
+def test_all_maps_of_8192_tokens_exceed_80_gb():
+    assert round(MAPS * 8192**2 / GB) == 137
+    assert MAPS * 8192**2 + LLAMA.weights > 80 * GB > MAPS * 4096**2 + LLAMA.weights
+    assert round(MAPS * 8192**2 / 32 / GB, 1) == 4.3                                     # of one of 32 layers
+    assert MAPS * 8192**2 / 32 + LLAMA.weights < 80 * GB
 
 
 @pytest.mark.claim("EK-4a")

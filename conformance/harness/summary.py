@@ -97,7 +97,7 @@ def claim_lines(found: Iterable[Result]) -> list[str]:
         checked = [claim for claim in own if outcomes.get(claim.id) in ("passed", "failed")]
         if not checked:
             continue
-        said = [sum(claim.verdict != ledger.OURS for claim in claims) for claims in (checked, own)]
+        said = [sum(claim.verdict not in ledger.APART for claim in claims) for claims in (checked, own)]
         shown = ledger.counted(claim for claim in checked if outcomes[claim.id] == "passed")
         failed = ", ".join(claim.id for claim in checked if outcomes[claim.id] == "failed")
         parts = [part for part in (shown, f"FAILED: {failed}" if failed else "") if part]

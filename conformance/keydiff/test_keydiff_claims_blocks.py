@@ -77,22 +77,38 @@ def test_keydiff_needs_memory_for_cache_and_block(keydiff, device, budget, block
     assert state.key.numel() + state.value.numel() == 2 * DIM * (budget + block)
 
 
+def evicted(state, device, seed: int) -> list[int]:
+    """The token that each of 12 steps with random keys evicts, or -1."""
+    gone, before = [], set()
+    for t, (query, key, value) in enumerate(zip(*(x[0, 0] for x in tokens(12, device, seed)), strict=True)):
+        state.append_block(*(x[None, None, None] for x in (query, key, value)))
+        now = set(alive(state))
+        gone.append(next(iter((before | {t}) - now), -1))
+        before = now
+    return gone
+
+
 @pytest.mark.claim("KD-6d")
 @pytest.mark.parametrize("side", ["reference", "optimized"])
-def test_sink_holds_as_many_tokens_as_its_budget(twins, side, device):
-    """With the cache, the memory is O(N), as the text says. Without it, no memory is needed, as the table says."""
+@pytest.mark.parametrize("budget", [2, 3, 6])
+def test_sink_holds_its_budget_and_needs_a_counter_to_evict(twins, side, device, budget):
+    """With the cache, memory is O(N), as the text says: N tokens stay. Without it, it is O(1), as the table says: the
+    token that goes follows from the number of tokens, whatever the keys are."""
     streaming = getattr(twins, side).baselines.streaming_llm
-    for budget in range(2, 7):
+    for seed in (0, 1):
         state = streaming.StreamingLLMState(
-            streaming.StreamingLLMConfig(budget, 2, sinks=1), batch=1, query_heads=1, key_value_heads=1, head_dim=DIM,
+            streaming.StreamingLLMConfig(budget, 1, sinks=1), batch=1, query_heads=1, key_value_heads=1, head_dim=DIM,
             dtype=torch.float32, device=device,
         )
-        feed(state, 12, device)
-        expected = [0, *range(13 - budget, 12)]
-        assert alive(state) == expected
-        assert len(expected) == budget                                                 # grows with N: not O(1)
-        everything = torch.arange(12, device=device)[None, None]
-        assert streaming.keep(everything, budget, sinks=1)[0, 0].nonzero().flatten().tolist() == expected
+        gone = evicted(state, device, seed)
+        assert gone == [-1] * budget + list(range(1, 13 - budget))
+        assert len(alive(state)) == budget
+
+
+@pytest.mark.claim("KD-6d")
+def test_a_counter_rejects_keydiff(keydiff, device):
+    first, second = (evicted(empty_state(keydiff, device, 3, 1), device, seed) for seed in (0, 1))
+    assert first != second
 
 
 # ---- KD-7: eq. 6 -----------------------------------------------------------------------------------------------------
@@ -287,3 +303,17 @@ def test_keys_alone_rejects_attention_weights(twins, side, device):
     config = module.SnapKVConfig(4, 3, window=1, kernel_size=1)
     found = [kept_of(module, "SnapKVState", config, device, sign * query, key, value) for sign in (1, -1)]
     assert found[0] != found[1]
+
+
+@pytest.mark.claim("KD-19")
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_gathering_columns_keeps_channels_not_tokens(twins, side, device):
+    """30 tokens of 16 channels, of which 20 stay. `evict` returns rows of K. K has no column for a token after the
+    16th."""
+    key = torch.randn(30, DIM, generator=torch.Generator().manual_seed(0)).to(device)
+    found = getattr(twins, side).keydiff.evict(key[None, None], key[None, None], 20)
+    kept = found.kept[0, 0]
+    assert torch.equal(found.key[0, 0], key[kept]) and found.key[0, 0].shape == (20, DIM)
+    assert int(kept.max()) >= DIM
+    columns = kept[kept < DIM]
+    assert key[:, columns].shape == (30, len(columns))                                 # each has all 30 tokens

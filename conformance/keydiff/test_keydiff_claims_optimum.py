@@ -43,7 +43,8 @@ from kvtwin.conformance.judge.claim_geometry import (
 from kvtwin.conformance.judge.claim_math import Vector, dot, many, minus, scaled, square, vector, without
 
 ONE = Fraction(1)
-# Two keys at +-37 degrees and two at 180. The mean points to 180 degrees, so the first two are kept.
+# The directions of (4, 3), (4, -3), at +-36.87 degrees, and of (-1, 0), twice. Their mean points to 180 degrees, so the
+# first two are kept.
 PAIR = [unit((52, 39)), unit((52, -39)), unit((-65, 0)), unit((-65, 0))]
 ZERO = vector(0, 0)
 budgets = st.integers(1, 8)

@@ -1,7 +1,8 @@
-"""Algorithm 1, the published kernel: softmax without a maximum, masks, line 34, the loop (claims LF-12 to 14, 16, 20).
+"""Algorithm 1 as printed: softmax without a maximum, masks, line 34, the loop (claims LF-12 to 14, 16, 20, 22).
 
-claim_math.algorithm_one is the kernel taken literally, in torch's float32 on the CPU. The tests assert its errors. The
-twins must be right on the same inputs, within the bounds of bounds.py.
+claim_math.algorithm_one is the printed algorithm, in torch's float32 on the CPU. The tests assert its errors. The twins
+must be right on the same inputs, within the bounds of bounds.py. (The kernel that the released model imports subtracts
+a running maximum; the ledger says where it differs.)
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def longflow(request, twins):
     return getattr(twins, request.param).longflow
 
 
-def published(logits: list[float], values: torch.Tensor = VALUES, mask: list[bool] | None = None, **options):
+def printed(logits: list[float], values: torch.Tensor = VALUES, mask: list[bool] | None = None, **options):
     chosen = None if mask is None else torch.tensor(mask)
     return algorithm_one(torch.tensor(logits), values[: len(logits)], chosen, **options)
 
@@ -66,7 +67,7 @@ def output_is_right(output: torch.Tensor, case: dict) -> bool:
 
 # ---- LF-12: softmax without a running maximum ------------------------------------------------------------------------
 
-# Logits, and a factor for the values, that break the published kernel in different ways.
+# Logits, and a factor for the values, that break Algorithm 1 in different ways.
 BREAKING = {
     "one of 89": ([0.0, 1.0, 89.0, 2.0], 1.0),
     "eight of 87": ([87.0] * 8, 0.25),
@@ -77,18 +78,18 @@ BREAKING = {
 
 def broken(name: str):
     logits, factor = BREAKING[name]
-    return published(logits, factor * VALUES)
+    return printed(logits, factor * VALUES)
 
 
 @pytest.mark.claim("LF-12a")
-def test_published_kernel_gives_nan_for_a_logit_of_89():
+def test_algorithm_1_gives_nan_for_a_logit_of_89():
     output, score, victim = broken("one of 89")
     assert output.isnan().all() and score[2].isnan()
     assert victim == 2                                                                 # argmin returns the NaN
 
 
 @pytest.mark.claim("LF-12a")
-def test_published_kernel_silently_gives_zeros_for_eight_logits_of_87():
+def test_algorithm_1_silently_gives_zeros_for_eight_logits_of_87():
     """Each exponential and each contribution is finite, but their sum overflows: finite / inf."""
     output, score, victim = broken("eight of 87")
     assert not output.any() and not score.any()
@@ -96,43 +97,43 @@ def test_published_kernel_silently_gives_zeros_for_eight_logits_of_87():
 
 
 @pytest.mark.claim("LF-12a")
-def test_published_kernel_gives_infinity_for_a_large_value():
+def test_algorithm_1_gives_infinity_for_a_large_value():
     output, _, _ = broken("one of 88.5")
     assert output.isinf().all()
 
 
 @pytest.mark.claim("LF-12a")
-def test_published_kernel_divides_zero_by_zero_for_low_logits():
+def test_algorithm_1_divides_zero_by_zero_for_low_logits():
     output, score, victim = broken("all below -104")
     assert output.isnan().all() and score.isnan().all() and victim == 0
 
 
 @pytest.mark.claim("LF-12a")
-def test_published_kernel_is_not_invariant_to_a_shift():
+def test_algorithm_1_is_not_invariant_to_a_shift():
     logits = [0.0, 1.0, -1.0, 2.0]
-    output, _, victim = published(logits)
+    output, _, victim = printed(logits)
     assert output.isfinite().all() and victim == 2
-    shifted, _, other = published([logit + 100 for logit in logits])
+    shifted, _, other = printed([logit + 100 for logit in logits])
     assert shifted.isnan().all() and other != victim
 
 
 @pytest.mark.claim("LF-12a")
-def test_published_kernel_rejects_failing_below_the_limit():
+def test_algorithm_1_rejects_failing_below_the_limit():
     """exp(s) is finite in float32 up to s = log(largest number), and the sum of n equal logits up to log n less.
     (Logits near 88 are 2^-17 apart, and exp has an error of some units in 2^24. So the tested logits, at least 0.001
     away from the limit, are clearly below or above it.)"""
     limit = math.log(torch.finfo(torch.float32).max)
     assert 88.7 < limit < 88.8
-    assert published([0.0, 1.0, 88.7, 2.0])[0].isfinite().all()
-    assert not published([0.0, 1.0, 88.8, 2.0])[0].isfinite().all()
-    below, above = (published([limit - math.log(8) + step] * 8, VALUES / 16) for step in (-1e-3, 1e-3))
+    assert printed([0.0, 1.0, 88.7, 2.0])[0].isfinite().all()
+    assert not printed([0.0, 1.0, 88.8, 2.0])[0].isfinite().all()
+    below, above = (printed([limit - math.log(8) + step] * 8, VALUES / 16) for step in (-1e-3, 1e-3))
     assert below[0].all() and below[2] == 3
     assert not above[0].any()
 
 
 @pytest.mark.claim("LF-12b")
 @pytest.mark.parametrize("name", BREAKING)
-def test_twins_survive_what_breaks_the_published_kernel(longflow, device, name):
+def test_twins_survive_what_breaks_algorithm_1(longflow, device, name):
     logits, factor = BREAKING[name]
     case = one_head(logits, factor * VALUES[: len(logits)], device)
     result = longflow.decode_attention(**case)
@@ -170,25 +171,25 @@ def test_twins_choose_right_up_to_logits_of_ten_thousand(longflow, device, eight
 
 
 @pytest.mark.claim("LF-13a")
-def test_published_mask_works_for_finite_free_slots_among_tokens_with_scores():
+def test_algorithm_1_mask_works_for_finite_free_slots_among_tokens_with_scores():
     mask = [True, False, True, False]
-    output, score, victim = published([1.0, 50.0, 2.0, 3.0], mask=mask)
-    unmasked, _, _ = published([1.0, 2.0], VALUES[[0, 2]])
+    output, score, victim = printed([1.0, 50.0, 2.0, 3.0], mask=mask)
+    unmasked, _, _ = printed([1.0, 2.0], VALUES[[0, 2]])
     assert torch.equal(output, unmasked)
     assert score[1] == score[3] == 0 and victim == 1                                   # the first free slot
 
 
 @pytest.mark.claim("LF-13a")
-def test_published_mask_rejects_null_values_padding_nan_and_empty_rows():
+def test_algorithm_1_mask_rejects_null_values_padding_nan_and_empty_rows():
     null = VALUES.clone()
     null[0] = 0
-    assert published([9.0, 0.0], null, [True, False])[2] == 0                         # a token, although slot 1 is free
+    assert printed([9.0, 0.0], null, [True, False])[2] == 0                         # a token, although slot 1 is free
     # A slot that is masked as padding, not because it is free, is chosen too.
-    assert published([0.0, 1.0, 2.0], mask=[False, True, True])[2] == 0
+    assert printed([0.0, 1.0, 2.0], mask=[False, True, True])[2] == 0
     poisoned = VALUES.clone()
     poisoned[1] = math.nan
-    assert published([1.0, 50.0, 2.0], poisoned, [True, False, True])[0].isnan().all()
-    assert published([1.0, 2.0], mask=[False, False])[0].isnan().all()
+    assert printed([1.0, 50.0, 2.0], poisoned, [True, False, True])[0].isnan().all()
+    assert printed([1.0, 2.0], mask=[False, False])[0].isnan().all()
 
 
 @pytest.mark.claim("LF-13b")
@@ -269,15 +270,15 @@ def test_line_34_rejects_merging_for_powers_of_two():
 
 
 @pytest.mark.claim("LF-14b")
-def test_line_34_makes_the_published_kernel_evict_the_wrong_token():
+def test_line_34_makes_algorithm_1_evict_the_wrong_token():
     """The scores of slots 0 and 1 are exp(0) times neighbouring numbers. The masses below give l = 320."""
     total = torch.tensor(320.0)
     bits = (NEIGHBOURS / total).view(torch.int32).tolist()
     merged = first_merged(bits)
     values = torch.tensor([[NEIGHBOURS[merged + 1]], [NEIGHBOURS[merged]], *[[9.0]] * 318])
     logits = [0.0] * 320
-    assert published(logits, values)[2] == 0
-    assert published(logits, values, normalise=False)[2] == 1
+    assert printed(logits, values)[2] == 0
+    assert printed(logits, values, normalise=False)[2] == 1
 
 
 @pytest.mark.claim("LF-14c")
@@ -335,10 +336,9 @@ def test_loop_from_zero_reads_every_token_once(block, count):
 @pytest.mark.parametrize("t", [2, 7])
 def test_equations_and_kernel_attend_to_different_tokens(longflow, device, t):
     """At step t, eq. 4 sums over j = 0..t. D.1, which is written for step t + 1, sums over j = 1..t, so at step t over
-    j = 1..t - 1. Algorithm 1 has t - 1 rows. The state does what eq. 4 and figure 2 say: it writes the current token,
-    and attends to all."""
+    j = 1..t - 1. Algorithm 1 has t - 1 rows. That is read, not computed. The test is about the states, which do what
+    eq. 4 and figure 2 say: they write the current token and attend to all."""
     sets = {"eq. 4": range(t + 1), "D.1 and Algorithm 1": range(1, t), "the history": range(t)}
-    assert len(sets["D.1 and Algorithm 1"]) == t - 1
     logits = [float(j) for j in range(t + 1)]
     cases = {name: one_head([logits[j] for j in rows], VALUES[list(rows)], device) for name, rows in sets.items()}
     state = longflow.LongFlowState(
@@ -349,10 +349,6 @@ def test_equations_and_kernel_attend_to_different_tokens(longflow, device, t):
     for j in range(t + 1):
         output = state.step(whole["query"], whole["key"][:, :, j], whole["value"][:, :, j])
     assert [name for name, case in cases.items() if output_is_right(output, case)] == ["eq. 4"]
-    # Algorithm 1, given its t - 1 rows, computes the output of D.1.
-    rows = list(sets["D.1 and Algorithm 1"])
-    printed, _, _ = algorithm_one(torch.tensor([logits[j] for j in rows]), VALUES[rows])
-    assert output_is_right(printed[None, None].to(device), cases["D.1 and Algorithm 1"])
 
 
 @pytest.mark.claim("LF-20b")
@@ -372,3 +368,42 @@ def test_twins_attend_to_the_newest_token(longflow, device):
         if step:
             stale = one_head([0.0] * (len(alive) - 1), VALUES[alive[:-1]], device)
             assert not output_is_right(output, stale)                                  # without the newest
+
+
+# ---- LF-22: one pass -------------------------------------------------------------------------------------------------
+
+
+class Read:
+    """A tensor that counts how often each row is read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.reads = tensor, Counter()
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        self.reads.update(range(len(self.tensor))[rows])
+        return self.tensor[rows]
+
+    def __getattr__(self, name: str):
+        return getattr(self.tensor, name)
+
+
+@pytest.mark.claim("LF-22")
+@pytest.mark.parametrize("block", [1, 3, 4, 8])
+def test_algorithm_1_reads_each_key_and_value_once(block):
+    """Output and victim are those of an attention that knows all logits first."""
+    logits, values = Read(torch.tensor([0.5, -1.0, 2.0, 1.5, 0.0, 0.25, 3.0, 1.0])), Read(VALUES)
+    output, _, victim = algorithm_one(logits, values, block=block)
+    assert logits.reads == values.reads == Counter(range(8))
+    case = one_head(logits.tensor.tolist(), VALUES, torch.device("cpu"))
+    assert output_is_right(output[None, None], case)
+    assert right_victims(case) == [victim] == [1]
+
+
+@pytest.mark.claim("LF-22")
+def test_one_pass_rejects_a_running_maximum_without_rescaling():
+    """Scores with the maximum so far, stored and not rescaled, choose another token. So a pass with a running maximum
+    needs more than Algorithm 1 stores, or, as in the released kernel, a second pass."""
+    logits = torch.arange(8.0)
+    stored = (logits - logits.cummax(0).values).exp() * VALUES.abs().sum(1)
+    case = one_head(logits.tolist(), VALUES, torch.device("cpu"))
+    assert int(stored.argmin()) == 3 and right_victims(case) == [0] == [printed(logits.tolist())[2]]

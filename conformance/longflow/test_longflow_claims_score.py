@@ -7,7 +7,7 @@ slightly stronger statement fails, so the claim's own test is not empty.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import pairwise
 
@@ -128,15 +128,62 @@ def test_score_costs_half_an_attention(n, d):
     assert 2 * n * d != 2 * n * d - n                                                  # one addition fewer per token
 
 
+def floats(value: object) -> Iterator[torch.Tensor]:
+    """The floating-point tensors of an attribute."""
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, torch.Tensor) and one.is_floating_point():
+            yield one
+
+
+def decoded(state, device, *, poison: bool) -> list[list[float]]:
+    """Outputs and tokens in the cache over 8 steps. poison: before each step, NaN in all floating-point tensors of the
+    state but keys and values."""
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(8):
+        query, key, value = torch.randn(3, 1, 1, 16, generator=generator).to(device)
+        kept = {one.untyped_storage().data_ptr() for one in (state.key, state.value)}
+        for one in [one for attribute in vars(state).values() for one in floats(attribute)] if poison else ():
+            if one.untyped_storage().data_ptr() not in kept:
+                one.fill_(torch.nan)
+        output = state.step(query, key, value)
+        found.append([*output.flatten().tolist(), *state.positions.flatten().tolist()])
+    return found
+
+
 @pytest.mark.claim("LF-1b")
-@pytest.mark.parametrize(("group", "head_dim", "share"), [(1, 128, Fraction(1, 128)), (4, 128, Fraction(1, 32))])
-def test_score_buffer_is_auxiliary_storage(group, head_dim, share):
-    """Algorithm 1, line 7, stores one float32 per query head and token. Keys and values are bfloat16."""
-    key_value_heads = 8
-    buffer = 4 * group * key_value_heads
-    cache = 2 * 2 * key_value_heads * head_dim
-    assert Fraction(buffer, cache) == share == Fraction(group, head_dim)
-    assert buffer > 0                                                                  # "no auxiliary storage"
+@pytest.mark.parametrize("side", ["reference", "optimized"])
+def test_no_score_is_kept_from_step_to_step(twins, side, device):
+    """What section 2.2 calls auxiliary storage. H2O needs it: it sums weights over all steps."""
+    sizes = {
+        "batch": 1, "query_heads": 1, "key_value_heads": 1, "head_dim": 16, "dtype": torch.float32, "device": device,
+    }
+    module = getattr(twins, side)
+    own, other = module.longflow, module.baselines.h2o
+    plain, poisoned = (
+        decoded(own.LongFlowState(own.LongFlowConfig(budget=4), **sizes), device, poison=poison)
+        for poison in (False, True)
+    )
+    assert plain == poisoned
+    plain, poisoned = (
+        decoded(other.H2OState(other.H2OConfig(4, 1, recent=1), **sizes), device, poison=poison)
+        for poison in (False, True)
+    )
+    assert plain != poisoned
+
+
+@pytest.mark.claim("LF-1b")
+@pytest.mark.parametrize(
+    ("scores", "heads", "share"),
+    [
+        (torch.zeros(1, 1, dtype=torch.bfloat16), 8, "0.05"),                          # attention.py, for all heads
+        (torch.zeros(1, 8, 1), 8, "0.78"),                                             # attention_new.py, groups of 1
+        (torch.zeros(1, 32, 1), 8, "3.12"),                                            # and of 4
+    ],
+)
+def test_scores_of_a_step_are_a_small_share_of_the_cache(scores, heads, share):
+    """Bytes per token of the tensors that the released kernels allocate, over those of keys and values in bfloat16."""
+    token = torch.zeros(2, 1, heads, 1, 128, dtype=torch.bfloat16)
+    assert round(100 * Fraction(scores.nbytes, token.nbytes), 2) == Fraction(share)
 
 
 @pytest.mark.claim("LF-1c")

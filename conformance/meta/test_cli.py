@@ -63,7 +63,8 @@ def test_claims_prints_the_ledger_of_the_methods_that_it_is_given(capsys):
     claims, left_out = (
         [one for one in found if one.method == "keydiff"] for found in (ledger.load(), ledger.omitted())
     )
-    expected = ledger.table(claims, left_out)
+    expected = ledger.table(claims, left_out, ledger.sources())
+    assert "\nJudged: " in expected
     assert capsys.readouterr().out == f"{expected}\n"
 
 

@@ -291,13 +291,14 @@ def test_a_claim_with_a_skipped_variant_is_checked_and_one_with_a_failed_variant
     assert of("skipped") == "skipped"
 
 
-def test_the_summary_counts_our_statements_apart(monkeypatch):
+def test_the_summary_counts_our_statements_and_misprints_apart(monkeypatch):
     def claim(name: str, verdict: str) -> ledger.Claim:
-        return ledger.Claim(name, "longflow", "eq. 1", (), "", "", "", verdict, "", "", ())
+        return ledger.Claim(name, "longflow", "eq. 1", (), "", "", "", verdict, "", "", "", ())
 
     claims = (claim("LF-1", "holds"), claim("LF-2", "false"), claim("LF-3", "ours"), claim("LF-4", "ours"))
+    claims += (claim("LF-5", "misprint"),)
     monkeypatch.setattr(ledger, "load", lambda: claims)
-    found = [results.Result(name, claims=(name,), outcome="passed") for name in ("LF-1", "LF-3", "LF-4")]
+    found = [results.Result(name, claims=(name,), outcome="passed") for name in ("LF-1", "LF-3", "LF-4", "LF-5")]
     assert summary.claim_lines(found) == [
-        "claims of longflow: 1 of 2 checked: 1 hold; 2 statements of ours hold",
+        "claims of longflow: 1 of 2 checked: 1 hold; 1 misprint; 2 statements of ours hold",
     ]

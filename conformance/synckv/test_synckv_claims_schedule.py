@@ -1,4 +1,4 @@
-"""SyncKV's schedule: which set is used at which step, and by which heads (claims SK-5 to SK-7).
+"""SyncKV's schedule: which set is used at which step, and by which heads (claims SK-5 to SK-7, SK-17).
 
 The states run with keys and queries for which the R-head's best prompt token is known at each step. A test named
 ..._rejects_... shows that a slightly changed statement fails, so the test of the claim itself is not empty.
@@ -6,8 +6,6 @@ The states run with keys and queries for which the R-head's best prompt token is
 
 from __future__ import annotations
 
-from fractions import Fraction
-from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -22,9 +20,13 @@ def synckv(request, twins):
     return getattr(twins, request.param).synckv
 
 
-def state_of(synckv: Any, device: Any, stride: int, labels: tuple[int, ...], representatives: tuple[int, ...]) -> Any:
+def state_of(
+    synckv: Any, device: Any, stride: int, labels: tuple[int, ...], representatives: tuple[int, ...], **options: bool
+) -> Any:
     """A state that selects one token per cluster, and no static ones."""
-    config = synckv.SyncKVConfig(1, rho=0.0, stride=stride, clusters=len(representatives), max_tokens=64, scale=1.0)
+    config = synckv.SyncKVConfig(
+        1, rho=0.0, stride=stride, clusters=len(representatives), max_tokens=64, scale=1.0, **options
+    )
     return synckv.SyncKVState(
         config, synckv.HeadClusters(labels, representatives), batch=1, query_heads=len(labels),
         key_value_heads=len(labels), head_dim=DIM, dtype=torch.float32, device=device,
@@ -115,21 +117,29 @@ def test_heads_attend_to_the_set_of_their_own_group(synckv, device):
 
 
 @pytest.mark.claim("SK-6a")
-def test_line_23_is_about_other_sets_than_eq_7():
-    """Two random sets of 128 of 4096 tokens, one per group, have a union of 252 tokens. A group has loaded 128 of
-    them."""
-    n, k = 4096, 128
-    assert 2 * k - Fraction(k * k, n) == 252
-    # The mean size of a union, by enumeration: all pairs of sets of 2 of 5.
-    sets = [set(chosen) for chosen in combinations(range(5), 2)]
-    mean = Fraction(sum(len(one | other) for one, other in product(sets, sets)), len(sets) ** 2)
-    assert mean == 2 * 2 - Fraction(2 * 2, 5)
+@pytest.mark.parametrize(
+    ("labels", "best", "expected"),
+    [((0, 1, 0, 1), {0: 3, 1: 4}, [[3, 4], [3, 4]]), ((0, 0, 0, 0), {0: 3}, [[3], [3], [3]])],
+)
+def test_line_23_gives_the_sets_of_all_groups_unless_there_is_one(synckv, device, labels, best, expected):
+    """The option of line 23. With one group it is what eq. 7 says."""
+    found = []
+    for union in (True, False):
+        state = state_of(synckv, device, 1, labels, tuple(best), union_clusters=union)
+        prompt(state, 4, best, device)
+        found.append(step(state, 4, {}, device)[len(best):])
+    assert found[0] == expected
+    assert (found[0] == found[1]) is (len(best) == 1)
 
 
-@pytest.mark.claim("SK-6a")
-def test_line_23_rejects_a_difference_for_one_group():
-    sets = [{1, 2, 3}]
-    assert set().union(*sets) == sets[0]
+@pytest.mark.claim("SK-17")
+@pytest.mark.parametrize("clusters", [1, 2, 3])
+def test_each_cluster_has_k_tokens_whatever_their_number(synckv, device, clusters):
+    """k = 1. The R-head of cluster g prefers token 3 + g."""
+    labels = tuple(head % clusters for head in range(6))
+    state = state_of(synckv, device, 1, labels, tuple(range(clusters)))
+    prompt(state, 6, {g: 3 + g for g in range(clusters)}, device)
+    assert step(state, 6, {}, device)[clusters:] == [[3 + labels[head]] for head in range(clusters, 6)]
 
 
 @pytest.mark.claim("SK-6b")

@@ -262,3 +262,16 @@ def test_clustering_rejects_a_matrix_without_its_diagonal(synckv, device):
     full = similarity + torch.eye(3, device=device)
     assert synckv.cluster_heads(full, 2).labels == (0, 0, 1)
     assert synckv.cluster_heads(similarity, 2).labels != (0, 0, 1)
+
+
+# ---- SK-6: line 23 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.claim("SK-6a")
+def test_two_random_sets_of_128_have_a_union_of_252():
+    """On average, of 4096 tokens. The formula is that of an enumeration of all pairs of sets of 2 of 5."""
+    n, k = 4096, 128
+    assert 2 * k - Fraction(k * k, n) == 252
+    sets = [set(chosen) for chosen in combinations(range(5), 2)]
+    mean = Fraction(sum(len(one | other) for one, other in product(sets, sets)), len(sets) ** 2)
+    assert mean == 2 * 2 - Fraction(2 * 2, 5)

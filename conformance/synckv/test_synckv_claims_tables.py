@@ -1,4 +1,5 @@
-"""The figures in SyncKV's text and tables, recomputed exactly (claims SK-8, SK-9, SK-12, SK-14, SK-15)."""
+"""The figures in SyncKV's text and tables, recomputed exactly (claims SK-8, SK-9, SK-12, SK-14, SK-15,
+SK-17, SK-18)."""
 
 from __future__ import annotations
 
@@ -112,6 +113,15 @@ def test_double_buffers_cost_the_dynamic_part_once_more():
 @pytest.mark.claim("SK-8c")
 def test_double_buffers_reject_to_be_free():
     assert resident(30, Fraction(3)) != resident(30, Fraction(2))
+
+
+@pytest.mark.claim("SK-17")
+def test_more_representatives_leave_the_others_less_at_equal_memory():
+    """Table 3 compares N_r = 1, 2 and 3 at 50 %."""
+    shares = {1: Fraction(3, 7), 2: Fraction(1, 3), 3: Fraction(1, 5)}
+    assert [resident(1, k, clusters=clusters) for clusters, k in shares.items()] == [Fraction(1, 2)] * 3
+    assert [round(k, 2) for k in shares.values()] == [Fraction(x) for x in ("0.43", "0.33", "0.2")]
+    assert resident(1, shares[2], clusters=3) > Fraction(1, 2), "k does not stay"
 
 
 @pytest.mark.claim("SK-9")
@@ -301,6 +311,12 @@ def test_no_initialization_is_faster_for_the_prompt_and_saves_no_memory():
     assert all(ablated(name)[1] > ablated("w/o Init.")[1] for name in ABLATION if name != "w/o Init.")
     assert [name for name, share in MEMORY.items() if share == 100] == ["w/o Init."]
     assert not ablated("w/o Init.")[2] < ablated("SyncKV")[2], "decoding is not faster"
+
+
+@pytest.mark.claim("SK-18")
+def test_no_initialization_is_as_accurate():
+    equal = {name for name in ABLATION if ablated(name)[0] == ablated("SyncKV")[0]}
+    assert equal == {"SyncKV", "w/o Init.", "w/ N_r=2", "w/ m=5"}                       # else the default itself
 
 
 @pytest.mark.claim("SK-15c")

@@ -58,6 +58,7 @@ def expected(device: torch.device) -> list[Tensor]:
     return played(new(device, offload=False), device)
 
 
+@pytest.mark.claim("SK-18")
 @FORMS
 def test_offloaded_results_equal_resident_results(form, device, expected):
     state = new(device)
@@ -86,6 +87,7 @@ def test_an_offloaded_state_keeps_step_with_float64(exclude, replayed, twins, de
     both.step(*tokens(20, device))
 
 
+@pytest.mark.claim("SK-16")
 @FORMS
 def test_results_do_not_depend_on_late_transfers(form, device, expected):
     late = Late()

@@ -139,8 +139,6 @@ def test_24_times_leaves_the_scales_out():
     bits = Fraction("3.9")
     assert rounded(compression(1500, 256, bits)) == 24
     assert rounded(compression(1500, 256, bits + SCALE_BITS), 1) == Fraction("21.3")
-    # R-KV, in the same comparison, only evicts: 1500 / 256 is its factor of 6.
-    assert rounded(compression(1500, 256, Fraction(16))) == 6
 
 
 @pytest.mark.claim("TK-15b")

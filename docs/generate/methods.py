@@ -226,7 +226,8 @@ def claims(name: str) -> str:
     if not own:
         return "No ledger: this method is a baseline, and the claims of its paper are not examined.\n"
     left_out = [one for one in ledger.omitted() if one.method == name]
-    return f"{ledger.table(own, left_out)}\n\n[The claims ledger](../../explanation/ledger.md) explains the verdicts.\n"
+    shown = ledger.table(own, left_out, ledger.sources())
+    return f"{shown}\n\n[The claims ledger](../../explanation/ledger.md) explains the verdicts.\n"
 
 
 def accuracy(name: str) -> str:

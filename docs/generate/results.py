@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
@@ -28,8 +29,23 @@ def claims_page() -> str:
     return (
         "# Claims of the papers\n\nGenerated from `conformance/*/claims.toml`. Each claim has tests that assert its "
         "verdict; see [the claims ledger](../../explanation/ledger.md).\n\n"
-        f"{ledger.table(ledger.load(), ledger.omitted())}\n"
+        f"{anchored(ledger.table(ledger.load(), ledger.omitted(), ledger.sources()))}\n"
     )
+
+
+CLAIM_ID = r"[A-Z]{2}-\d+[a-z]?"
+
+
+def anchored(table: str) -> str:
+    """The rows of the ledger's tables, each with a target for links."""
+    row = re.compile(rf"^\| ({CLAIM_ID}) \|", re.MULTILINE)
+    return row.sub(lambda found: f"| [{found[1]}]{{#{found[1].lower()}}} |", table)
+
+
+def linked(page: str) -> str:
+    """A page, with each claim that it names as a link to the ledger."""
+    to = "../reference/results/claims.md"
+    return re.sub(rf"\b{CLAIM_ID}\b", lambda found: f"[{found[0]}]({to}#{found[0].lower()})", page)
 
 
 def accuracy_page() -> str:
