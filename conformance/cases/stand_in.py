@@ -13,13 +13,21 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Operations whose result the host reads.
+from ...optimized._common import graph
+from ...optimized.hf import _captured
+from ...reference import _validate
+
+CAPTURING = _validate.capturing
+
+#: Operations whose result the host reads, or that copy from its memory.
 READS = (
+    torch.ops.aten.lift_fresh.default,
     torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.equal.default,
     torch.ops.aten.is_nonzero.default,
 )
@@ -35,6 +43,17 @@ def captured(function: Callable[[], object], memory: object) -> Callable[[], Non
         finally:
             tape.undo()
     return tape.replay
+
+
+def install(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, give `captured` this stand-in. Modules that are imported later must not capture."""
+    if device.type != "cpu":
+        return
+    monkeypatch.setattr(_captured, "DEVICES", ("cpu",))
+    monkeypatch.setattr(graph, "captured", captured)
+    for module in [one for name, one in sys.modules.items() if name.startswith("kvtwin.")]:
+        if getattr(module, "capturing", None) is CAPTURING:
+            monkeypatch.setattr(module, "capturing", is_capturing)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -17,9 +16,7 @@ from kvtwin.conformance.cases.tiny_models import prompts
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized import hf
-from kvtwin.optimized._common import graph
-from kvtwin.optimized.hf import _captured, _host, captured
-from kvtwin.reference import _validate
+from kvtwin.optimized.hf import _host, captured
 from kvtwin.reference.thinkv import Thresholds
 
 pytestmark = pytest.mark.kind("equivalence")
@@ -56,19 +53,13 @@ FIRST = list({kind: name for name, (kind, _) in reversed(CACHES.items())}.values
 for _kind, _ in CACHES.values():
     getattr(hf, f"{_kind}Cache")                # imports its module: see `graphs`
 #: Names that the host counts for itself.
-CAPTURING = _validate.capturing
 SCHEDULE = {"may_replay", "reset_last"}
 
 
 @pytest.fixture(autouse=True)
 def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU has no CUDA graphs."""
-    if device.type == "cpu":
-        monkeypatch.setattr(_captured, "DEVICES", ("cpu",))
-        monkeypatch.setattr(graph, "captured", stand_in.captured)
-        for module in [one for name, one in sys.modules.items() if name.startswith("kvtwin.")]:
-            if getattr(module, "capturing", None) is CAPTURING:
-                monkeypatch.setattr(module, "capturing", stand_in.is_capturing)
+    stand_in.install(device, monkeypatch)
 
 
 @pytest.fixture

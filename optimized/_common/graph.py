@@ -93,24 +93,28 @@ class Move(NamedTuple):
 
 class Pool:
     """What graphs share that run one after the other: the stream of captures, that of a branch, and the memory of all
-    tensors that are allocated in captures."""
+    tensors that are allocated in captures. streams: both, by default new ones."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: tuple[Any, Any] | None = None) -> None:
         self.device = device
-        self.stream: Any = None
-        self.branch: Any = None
         self.pool: Any = None
         self._anchor: Callable[[], None] | None = None
+        self.stream, self.branch = two_streams(device) if streams is None else streams
         if device.type == "cuda":
-            with torch.cuda.device(device):
-                self.stream, self.branch = (torch.cuda.Stream() for _ in range(2))
-                self.pool = torch.cuda.graph_pool_handle()
+            self.pool = torch.cuda.graph_pool_handle()
 
     def keep_pool(self) -> None:
         """Capture a graph that stays: a pool whose last graph is gone cannot be used again. Raises RuntimeError where a
         capture cannot allocate memory, such as with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
         if self.pool is not None and self._anchor is None:
             self._anchor = captured(lambda: torch.zeros(1, device=self.device), self)
+
+
+def two_streams(device: torch.device) -> tuple[Any, Any]:
+    """Two streams of a GPU; None on another device."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
 
 
 class Memory(Pool):

@@ -36,6 +36,25 @@ DEVICES = ("cuda",)
 KINDS = 16
 
 _NAME = "_kvtwin_captured"
+#: One capture or replay at a time, of all models.
+_lock = RLock()
+#: The stream of the last replay on each device.
+_last: dict[torch.device, Any] = {}
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """The streams of all captures on a device: cuBLAS keeps memory for each stream for ever, and graphs contain it."""
+    return graph.two_streams(device)
+
+
+def _follow(device: torch.device) -> None:
+    """Graphs share memory: each waits for the one before, which may have been on another stream."""
+    if device.type == "cuda":
+        current = torch.cuda.current_stream(device)
+        if _last.setdefault(device, current) != current:
+            current.wait_stream(_last[device])
+            _last[device] = current
 
 
 @contextmanager
@@ -70,14 +89,14 @@ def captured(model: PreTrainedModel) -> Iterator[Captured]:
         return steps._forward(args, kwargs)
 
     setattr(forward, _NAME, steps)
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
     try:
         yield steps
     finally:
         if own is None:
             del model.forward
         else:
-            model.forward = own  # type: ignore[method-assign]
+            model.forward = own
         steps._free()
 
 
@@ -109,8 +128,6 @@ class Captured:
         self._known: Model | None = None
         self._unfit = ""
         self._pool: graph.Pool | None = None
-        self._stream: Any = None
-        self._lock = RLock()
 
     @property
     def graphs(self) -> int:
@@ -129,7 +146,7 @@ class Captured:
             else:
                 self._other_cache(cache, given)
             return self._plain(*args, **kwargs)
-        with self._lock:
+        with _lock:
             output = self._by_graph(cache, given)
             if output is not None:
                 self.replays += 1
@@ -219,25 +236,17 @@ class Captured:
                 step = self._capture(cache, kept, kind, given)      # of which the host has done its part
             else:
                 step.count()
-            self._follow()
+            _follow(cache.layers[0].device)
             output = step.replay(given, cache)
         kept.seen = seen + 1
         return output
-
-    def _follow(self) -> None:
-        """Graphs share memory: each waits for the one before, which may have been on another stream."""
-        if self._pool is not None and self._pool.stream is not None:
-            current = torch.cuda.current_stream(self._pool.device)
-            if self._stream is not None and self._stream != current:
-                current.wait_stream(self._stream)
-            self._stream = current
 
     def _capture(self, cache: StateCache, kept: OfCache, kind: Hashable, given: dict[str, Any]) -> Step:
         """Capture a step. The host is then where it is after the step. NotReplayable if this fails."""
         device, start = cache.layers[0].device, time.perf_counter()
         before = _reserved(device)
         if self._pool is None:
-            self._pool = graph.Pool(device)
+            self._pool = graph.Pool(device, _streams(device))
         try:
             self._pool.keep_pool()
             step = Step(self._plain, cache, given, self._pool)
@@ -253,10 +262,10 @@ class Captured:
 
     def _free(self) -> None:
         """Free all graphs."""
-        with self._lock:
+        with _lock:
             had = self._pool is not None and self._pool.pool is not None
             self._caches.clear()
-            self._pool = self._known = self._stream = None
+            self._pool = self._known = None
             self.memory_bytes = 0
             if had:
                 torch.cuda.empty_cache()        # memory of a pool without graphs goes back to the device only by this

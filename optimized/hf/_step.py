@@ -127,11 +127,11 @@ def _watched(cache: StateCache) -> Iterator[None]:
             raise NotReplayable(f"{asks} computes with the number of tokens in the cache, on the host")
         return ask(layer_idx)
 
-    vars(cache)["get_seq_length"] = get_seq_length
+    cache.get_seq_length = get_seq_length
     try:
         yield
     finally:
-        del vars(cache)["get_seq_length"]
+        del cache.get_seq_length
 
 
 class _Cache:
