@@ -247,7 +247,7 @@ def replaced(model: Any) -> None:
 
 
 def scaled(model: Any) -> None:
-    model.model.layers[1].self_attn.scaling *= 2
+    model.model.layers[1].input_layernorm.variance_epsilon += 0.5
 
 
 def adapted(model: Any) -> None:

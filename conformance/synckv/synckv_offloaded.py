@@ -190,6 +190,10 @@ class Both:
         if "layers" not in self.__dict__:
             self.__dict__[name] = value
 
+    def expect_replays(self) -> None:
+        for layer in self.layers:
+            layer.expect_replays()
+
     def prefill(self, *given: Tensor) -> Tensor:
         return torch.cat([layer.prefill(*given) for layer in self.layers])
 
