@@ -246,6 +246,12 @@ def replaced(model: Any) -> None:
     linear.weight = torch.nn.Parameter(linear.weight.detach() * 2)
 
 
+def moved(model: Any) -> None:
+    """The same parameter, elsewhere."""
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = weight.detach() * 2
+
+
 def scaled(model: Any) -> None:
     model.model.layers[1].input_layernorm.variance_epsilon += 0.5
 
@@ -255,7 +261,7 @@ def adapted(model: Any) -> None:
     mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.LeakyReLU(0.1)).eval()
 
 
-@pytest.mark.parametrize(("change", "again"), [(doubled, 0), (replaced, 1), (scaled, 1), (adapted, 1)])
+@pytest.mark.parametrize(("change", "again"), [(doubled, 0), (replaced, 1), (moved, 1), (scaled, 1), (adapted, 1)])
 @pytest.mark.parametrize("reset", [True, False], ids=["between-prompts", "between-steps"])
 def test_changes_of_the_model_are_seen(change, again, reset, model, device):
     """In place, without another capture. (Settings are looked at with each prompt.)"""

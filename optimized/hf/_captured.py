@@ -204,7 +204,7 @@ class Captured:
     def _look_again(self, cache: StateCache, kept: OfCache) -> None:
         """Drop graphs that are not right any more. NotReplayable if the model can have none."""
         now = Model(self._model)
-        if self._known is None or now.places != self._known.places or now.constants != self._known.constants:
+        if self._known is None or not now.is_like(self._known):
             for others in self._caches.values():
                 others.steps.clear()
                 others.failed.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,33 +22,49 @@ class Model:
     def __init__(self, model: torch.nn.Module) -> None:
         modules = list(model.modules())
         self._modules = modules
-        self._tensors = [held for module in modules for held in (module._parameters, module._buffers) if held]
-        self._inner = [module._modules for module in modules if module._modules]
+        self._held: list[dict[str, Any]] = [
+            held for module in modules for held in (module._modules, module._parameters, module._buffers) if held
+        ]
         # Those of the model itself run around its forward method.
         self._hooks = [
             hooks for module in modules[1:]
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
-        self.constants = tuple(self._constants())
-        self.places = self._places()
+        self._constants = tuple(self._settings())
+        self._objects = self._now()
+        self.weights = [one for one in self._objects if isinstance(one, Tensor)]
+        self._places = list(map(Tensor.data_ptr, self.weights))
+        self._numbers = self._hooked()
+
+    def is_like(self, other: Model) -> bool:
+        """Whether a graph of one is right for the other."""
+        return _are(self._objects, other._objects) and (self._places, self._numbers, self._constants) == (
+            other._places, other._numbers, other._constants
+        )
 
     def unchanged(self) -> bool:
         """Whether the same modules have their weights where they were, and the same hooks. Weights may have changed in
-        place."""
-        return self._places() == self.places
-
-    def _places(self) -> tuple[list[int], ...]:
+        place. Runs before each replay, so it has no loops in Python."""
         return (
-            [id(inner) for held in self._inner for inner in held.values()],
-            [tensor.data_ptr() for held in self._tensors for tensor in held.values() if tensor is not None],
-            [number for hooks in self._hooks if hooks for number, hook in hooks.items() if not ours(hook)],
+            _are(self._now(), self._objects) and list(map(Tensor.data_ptr, self.weights)) == self._places
+            and self._hooked() == self._numbers
         )
 
-    def _constants(self) -> Iterator[Any]:
+    def _now(self) -> list[object]:
+        """The inner modules and weights."""
+        return list(chain.from_iterable(map(dict.values, self._held)))
+
+    def _hooked(self) -> list[int]:
+        """The numbers of hooks."""
+        return [number for hooks in filter(None, self._hooks) for number, hook in hooks.items() if not ours(hook)]
+
+    def _settings(self) -> Iterator[Any]:
         """The settings of all modules and of their configs."""
         configs: dict[int, object] = {}
         for module in self._modules:
             for name, value in vars(module).items():
+                if module is self._modules[0] and not isinstance(value, SIMPLE):
+                    continue                    # what generate keeps there, such as a cache
                 if not name.startswith(("_parameters", "_buffers", "_modules", "_forward", "_backward")):
                     yield id(module), name, constant(value)
             config = getattr(module, "config", None)
@@ -58,8 +76,7 @@ class Model:
 
     def unfit(self, device: torch.device) -> str:
         """Why a graph on this device cannot replace a forward pass of the model; empty if it can."""
-        tensors = [tensor for held in self._tensors for tensor in held.values() if tensor is not None]
-        devices = sorted({str(tensor.device) for tensor in tensors})
+        devices = sorted({str(tensor.device) for tensor in self.weights})
         if devices != [str(device)]:
             return f"the model must be on one device, the one of its inputs ({device}), and is on {', '.join(devices)}"
         if any(hasattr(module, "_hf_hook") for module in self._modules):
@@ -69,6 +86,11 @@ class Model:
         if any(not ours(hook) for hooks in self._hooks for hook in hooks.values()):
             return "modules of the model have forward hooks, which would not run"
         return ""
+
+
+def _are(some: list[object], others: list[object]) -> bool:
+    """Whether these are the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def ours(hook: Callable[..., Any]) -> bool:
