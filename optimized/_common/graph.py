@@ -10,10 +10,11 @@ for each: while one replay runs, a second stream copies the output of the replay
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -90,14 +91,40 @@ class Move(NamedTuple):
     result: Tensor
 
 
-class Memory:
-    """What the graphs of the same shapes on the same stream share, since they run one after the other: two chunks and
-    their outputs (one if a chunk has one block), the streams of captures and of copies, and the pool of all other
-    tensors."""
+class Pool:
+    """What graphs share that run one after the other: the stream of captures, that of a branch, and the memory of all
+    tensors that are allocated in captures. streams: both, by default new ones."""
+
+    def __init__(self, device: torch.device, streams: tuple[Any, Any] | None = None) -> None:
+        self.device = device
+        self.pool: Any = None
+        self._anchor: Callable[[], None] | None = None
+        self.stream, self.branch = two_streams(device) if streams is None else streams
+        if device.type == "cuda":
+            self.pool = torch.cuda.graph_pool_handle()
+
+    def keep_pool(self) -> None:
+        """Capture a graph that stays: a pool whose last graph is gone cannot be used again. Raises RuntimeError where a
+        capture cannot allocate memory, such as with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
+        if self.pool is not None and self._anchor is None:
+            self._anchor = captured(lambda: torch.zeros(1, device=self.device), self)
+
+
+def two_streams(device: torch.device) -> tuple[Any, Any]:
+    """Two streams of a GPU; None on another device."""
+    if device.type != "cuda":
+        return None, None
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+
+class Memory(Pool):
+    """What the graphs of the same shapes on the same stream share: two chunks and their outputs (one if a chunk has one
+    block), and the stream of copies."""
 
     def __init__(self, prompt: Prompt) -> None:
         blocks = [prompt.chunk(tensor, 0, 1) for tensor in prompt.tensors]
         device = blocks[0].device
+        super().__init__(device)
         size = sum(one.numel() * one.itemsize for one in (*blocks, blocks[0]))
         self.blocks = max(1, min(CHUNK, CHUNK_BYTES * min(ROWS, len(prompt.output)) // (2 * size)))
         halves = 2 if self.blocks > 1 else 1                            # a chunk of one block is always in the first
@@ -109,20 +136,7 @@ class Memory:
         #: Whether Triton takes the same kernels for all blocks of a chunk.
         self.aligned = all(one.numel() * one.itemsize % 16 == 0 for one in blocks)
         self.lock = threading.Lock()
-        self.stream: Any = None
-        self.branch: Any = None
-        self.copies: Any = None
-        self.pool: Any = None
-        self._anchor: Callable[[], None] | None = None
-        if device.type == "cuda":
-            self.stream, self.branch, self.copies = (torch.cuda.Stream() for _ in range(3))
-            self.pool = torch.cuda.graph_pool_handle()
-
-    def keep_pool(self) -> None:
-        """Capture a graph that stays: a pool whose last graph is gone cannot be used again. Raises RuntimeError where a
-        capture cannot allocate memory, such as with PYTORCH_NO_CUDA_MEMORY_CACHING=1."""
-        if self.pool is not None and self._anchor is None:
-            self._anchor = captured(lambda: torch.zeros(1, device=self.output.device), self)
+        self.copies = torch.cuda.Stream() if device.type == "cuda" else None
 
     def moves(self, prompt: Prompt, first: int, count: int, halves: int) -> list[Move]:
         """What to copy for each whole chunk of `count` blocks from block `first` on, in turn to and from the first
@@ -286,11 +300,24 @@ class _Copies:
                 self._main.wait_stream(self._side)
 
 
-def captured(function: Callable[[], object], memory: Memory) -> Callable[[], None]:
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A context without garbage collection: garbage may hold pinned memory, and to free that is an error in a capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def captured(function: Callable[[], object], memory: Pool) -> Callable[[], None]:
     """Capture a call without running it. Returns what runs it."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     # Outside of inference mode, in which PyTorch's random generator could not be captured again in another mode.
-    with _one_capture, torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(memory.stream):
+    with _one_capture, _no_collection(), torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(memory.stream):
         memory.stream.wait_stream(stream)
         # Not torch.cuda.graph(), which also collects garbage and empties the allocator's cache.
         graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")

@@ -50,6 +50,16 @@ class Changeable(Interruptible):
     device: torch.device
     _host: Seen                                 # set by the constructor
 
+    def expect_replays(self) -> None:
+        """From here on, a step launches what any step may need, as a step in a CUDA graph does. The results are the
+        same."""
+        self._host.may_replay = True
+
+    @property
+    def _captured(self) -> bool:
+        """Whether the host may not know which steps there were."""
+        return self._host.may_replay
+
     def _start_change(self, what: str) -> None:
         super()._start_change(what)
         self._note_change()
@@ -91,6 +101,15 @@ class State(Buffers, Changeable):
         self._host = Seen()
         check_kernel_device("device", self.device)
         self.scale = resolve_scale(config.scale, head_dim)
+
+    #: Tokens that the host has counted, in states with room for config.max_tokens. The others leave it at 0.
+    _counted = 0
+
+    @property
+    def takes_a_step(self) -> bool:
+        """Whether a step would raise no error, whatever its arguments: no change was interrupted, and there is room.
+        Reads no tensor."""
+        return self._interrupted is None and self._counted < getattr(self.config, "max_tokens", self._counted + 1)
 
     @property
     def tokens_seen(self) -> int:

@@ -103,6 +103,10 @@ class EpiKVState(State):
         super()._check_whole()
         self.scorer._check_whole()
 
+    @property
+    def takes_a_step(self) -> bool:
+        return super().takes_a_step and self.scorer._interrupted is None
+
     def prefill(
         self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None,
         hidden_a: Tensor | None = None, hidden_b: Tensor | None = None,

@@ -1,7 +1,7 @@
 """The optimized methods as caches for Hugging Face transformers: `model.generate(past_key_values=LongFlowCache(...))`.
 
 Importing this package requires transformers (the extra `kvtwin[hf]`) and registers the attention function "kvtwin" with
-it. The reference's caches use the same function, so a process can use both.
+it. The reference's caches use the same function, so a process can use both. `captured` makes decode steps fast.
 """
 
 from importlib import import_module
@@ -10,6 +10,7 @@ from typing import Any
 
 from ...reference.hf import block_caches
 from ...reference.hf import cache_adapter as cache_adapter  # registers the attention function, needs the extra
+from ._captured import captured as captured
 
 
 def __getattr__(name: str) -> Any:

@@ -104,7 +104,6 @@ class SyncKVState(State):
         self._histograms = self._buffer(batch, counted, 4, 256, dtype=torch.int32)
         self._partial = self._buffer(num_partials, head_dim, dtype=torch.float32)
         self._row_maxima, self._sums = (self._buffer(num_partials, dtype=torch.float32) for _ in range(2))
-        self._captured = False
         self._offload: Offload | None = None
         if config.offload:
             self._offload = Offload(
@@ -306,8 +305,6 @@ class SyncKVState(State):
             self.scale, config.stride, dense_splits, list_splits, size, pool,
         )
         self._counted, self._steps = self._counted + 1, self._steps + 1
-        if torch.compiler.is_compiling() or capturing(self.device):
-            self._captured = True
         if self._count and (self._captured or self._steps % config.stride == 0):
             if self._representatives is None:
                 _step.anticipate(

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import capturing, check_config, check_reorder, check_room
+from ...reference._validate import check_config, check_reorder, check_room
 from ...reference._validate_ranks import ProcessGroup, Shared, check_heads, check_process_group, digest
 from ...reference.thinkv._validate_paging import check_thought
 from ...reference.thinkv.contract import ThinKVConfig
@@ -61,7 +61,6 @@ class ThinKVState(State):
         )
         self._shared = Shared(process_group)
         self._ranks = ranks_of(process_group, key_value_heads, self.device, replicas)
-        self._captured = False                              # then the host does not know which steps there were
         self.cache = PagedCache(
             config, batch=batch, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=self.device
         )
@@ -222,8 +221,6 @@ class ThinKVState(State):
             config.tau, config.max_tokens,
         )
         self.cache.append(key, value, self._position)
-        if torch.compiler.is_compiling() or capturing(self.device):
-            self._captured = True
         begins = self._captured or self._steps % config.tau == 0
         output, sparsity = decode_with(
             self._ranks if begins else None, query, self.cache, self.scale, self._sparsity_mask

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -248,6 +249,14 @@ class StateLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """-1: the number of tokens is not limited."""
         return -1
+
+    def phase(self, seen: int) -> Hashable:
+        """What the host decides in the next forward pass, after `seen` tokens, if it has one token that is not padding:
+        passes of the same phase launch the same work. None for the first pass, for tokens that the constructor's mask
+        covers, and after an interrupted pass.
+        """
+        covered = self._mask is not None and self._mask.shape[1] > seen
+        return None if seen == 0 or self._seen != seen or self._pending or covered else ()
 
     def reset(self) -> None:
         """Forget every token. The state stays allocated for the next prompt of the same batch size."""

@@ -10,7 +10,7 @@ stored after the pass, in the scorer. Both sides share this module, which contai
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +87,11 @@ class Passes:
             self.scorer.admit(occupied, None)
             self._prompt = occupied
 
+    @property
+    def between(self) -> bool:
+        """Whether no forward pass is under way, and the next one may begin."""
+        return not (self.closed or self._attended or self._hidden or self._prompt is not None)
+
     def attended(self, number: int) -> None:
         """Record that layer `number` has attended."""
         self._attended.add(number)
@@ -133,6 +138,9 @@ class BandLayer(StateLayer):
         """As `StateLayer.update`. RuntimeError if the hooks did not report the layers before."""
         self._passes.enter(self._number)
         return super().update(key_states, value_states, *args, **kwargs)
+
+    def phase(self, seen: int) -> Hashable:
+        return super().phase(seen) if self._passes.between else None
 
     def _in_steps(
         self, query: Tensor, key: Tensor, value: Tensor, spec: MaskSpec, occupied: Tensor | None, seen: int
@@ -272,16 +280,28 @@ def install(model: PreTrainedModel, passes: Passes, owner: Callable[[], Any]) ->
             passes.observe(number, hidden[0] if isinstance(hidden, tuple) else hidden)
 
     def before(number: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: observe(number, args[0] if args else kwargs["hidden_states"], args, kwargs)
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            observe(number, args[0] if args else kwargs["hidden_states"], args, kwargs)
+
+        return replayable(hook)
 
     def after(number: int) -> Callable[..., None]:
-        return lambda module, args, kwargs, output: observe(number, output, args, kwargs)
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            observe(number, output, args, kwargs)
+
+        return replayable(hook)
 
     return [
         modules[number + 1].register_forward_pre_hook(before(number), with_kwargs=True)
         if number + 1 < len(modules) else modules[number].register_forward_hook(after(number), with_kwargs=True)
         for number in sorted({*passes.bands[0], *passes.bands[1]})
     ]
+
+
+def replayable(hook: Callable[..., None]) -> Callable[..., None]:
+    """Mark a hook that needs not run when a CUDA graph replaces a forward pass: the graph has its work."""
+    hook.replayable = True  # type: ignore[attr-defined]
+    return hook
 
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:

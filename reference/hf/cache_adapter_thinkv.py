@@ -8,7 +8,7 @@ contains no mathematics: each side has its own `classify`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -74,9 +74,17 @@ class ThoughtLayer(StateLayer):
         elif count > 1:
             raise one_token_per_pass("ThinKV", count, seen)
         output = super()._in_steps(query, key, value, spec, occupied, seen)
-        if self._window is not None and seen and (seen - self._prompt) % self._tau == 0:
+        if self._window is not None and seen and self._begins(seen):
             self._window.enter(self._number, self.state)
         return output
+
+    def _begins(self, seen: int) -> bool:
+        """Whether the token after `seen` tokens begins a segment."""
+        return (seen - self._prompt) % self._tau == 0
+
+    def phase(self, seen: int) -> Hashable:
+        phase = super().phase(seen)
+        return phase if phase is None or self._window is None else self._begins(seen)
 
     def reset(self) -> None:
         super().reset()

@@ -27,8 +27,9 @@ class Progress:
         # Subclasses with other contents may count other tokens.
         windows = tuple(n for n, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer)
         self._counted = self._evicting + windows
+        self._final = max(self._counted, default=None)
         self._last: int | None = None       # the layer of the last update
-        self._start = 0                     # the number of tokens before the current pass
+        self._start = 0                     # the number of tokens before the current pass, until its last layer
 
     def enter(self, number: int) -> None:
         """Record that layer `number` is about to get the tokens of a pass.
@@ -42,6 +43,8 @@ class Progress:
             self._start = self._common_length()
         if number in self._counted and self._layers[number].get_seq_length() != self._start:
             raise self._interrupted()
+        if number == self._final:
+            self._start = 0                 # no other layer will be compared with it in this pass
         self._last = number
 
     def _common_length(self) -> int:

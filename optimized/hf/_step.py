@@ -1,0 +1,168 @@
+"""One decode step as a graph: its arguments, its output, and what the host does for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import Signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from ...reference.hf.cache_adapter import StateCache, StateLayer
+from ...reference.hf.masks import MaskSpec, refuse_restart
+from .._common import graph
+from .._common.state import State
+from ._host import PACKAGE, SIMPLE, NotReplayable, Snapshot, parts, places
+
+#: Modules that may ask the cache how many tokens it has seen, because nothing on the device depends on the answer: the
+#: masks of kvtwin's attention have no elements.
+MAY_ASK = ("transformers.masking_utils", "transformers.cache_utils", PACKAGE)
+
+
+def phase_of(cache: StateCache, seen: int) -> Hashable:
+    """What the host decides in the next step of a cache that has seen so many tokens; None if the step has to run on
+    the host: it may raise an error. NotReplayable for a cache that has no graphs."""
+    phases = []
+    for layer in cache.layers:
+        if not isinstance(layer, StateLayer):
+            raise NotReplayable(f"the cache has a {type(layer).__name__}, whose memory changes in each step")
+        state = layer.state
+        if state is not None and not isinstance(state, State):
+            raise NotReplayable(f"a {type(cache).__name__} of {type(state).__module__} is none of kvtwin.optimized.hf")
+        phases.append(layer.phase(seen) if state is not None and state.takes_a_step else None)
+    if None in phases or not phases:
+        return None
+    return phases[0] if phases.count(phases[0]) == len(phases) else tuple(phases)
+
+
+def arguments_of(given: dict[str, Any], signature: Signature, seen: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of a step except the cache, among them attention_mask, and position_ids, from which models rotate.
+    NotReplayable for any that a graph could not have."""
+    given = {"attention_mask": None, **given}
+    del given["past_key_values"]
+    if given.get("position_ids") is None:
+        if "position_ids" not in signature.parameters or given["attention_mask"] is not None:
+            raise NotReplayable("the model gets no position_ids, which generate passes")
+        given["position_ids"] = torch.full((1, 1), seen, dtype=torch.int64, device=device)
+    for name, value in given.items():
+        if name == "attention_mask":
+            continue
+        if not isinstance(value, (Tensor, *SIMPLE)):
+            raise NotReplayable(f"the argument {name} is a {type(value).__name__}, neither a tensor nor a number")
+        if isinstance(value, Tensor) and value.device != device:
+            raise NotReplayable(f"the argument {name} is on {value.device}, and the cache on {device}")
+    return given
+
+
+def occupied_by(cache: StateCache, mask: object, given: dict[str, Any], seen: int) -> bool:
+    """Whether no new token is padding. NotReplayable for masks that this cannot be read from. Like a step without a
+    graph, this reads the mask's newest elements on the host."""
+    if isinstance(mask, MaskSpec):
+        mask = mask.given
+    if mask is None:
+        layer: Any = cache.layers[0]
+        refuse_restart(MaskSpec(attention_mask=None), given.get("position_ids"), layer._mask, seen)
+        return True
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != seen + 1:
+        raise NotReplayable("attention_mask must have the two dimensions of tokens, with the cache's and one more")
+    return bool(mask[:, -1].all())
+
+
+class Step:
+    """The graph of a decode step: its static inputs, its output, and what a replay adds to numbers on the host."""
+
+    def __init__(self, forward: Callable[..., Any], cache: StateCache, given: dict[str, Any], pool: graph.Pool) -> None:
+        """Capture forward(**given) with this cache. An error leaves the cache as it was."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._inputs = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
+        before = Snapshot(cache)
+        self._places = places(parts(cache))
+        made: list[Any] = []
+
+        def run() -> None:
+            with _watched(cache):
+                output = forward(**{**given, **self._inputs}, attention_mask=None, past_key_values=cache)
+            made.append(_without(cache, output))
+            join = getattr(cache, "join", None)
+            if join is not None:
+                join()                              # transfers that run beside the step are a part of it
+
+        try:
+            self._replay = graph.captured(run, pool)
+            self._advances = before.advances()
+        except BaseException:
+            before.restore()
+            raise
+        self._output = made[0]
+
+    def fits(self, objects: Sequence[object]) -> bool:
+        """Whether a replay works on the tensors of these objects, of which the cache consists now."""
+        return places(objects) == self._places
+
+    def count(self) -> None:
+        """Do the host's part of a step. (In a capture, the host does it anyway.)"""
+        for attributes, name, by in self._advances:
+            attributes[name] += by
+
+    def replay(self, given: dict[str, Any], cache: StateCache) -> Any:
+        """Launch the step. Returns the output of the forward pass, in tensors of its own."""
+        for name, tensor in self._inputs.items():
+            tensor.copy_(given[name])
+        self._replay()
+        return _with(cache, self._output)
+
+
+@contextmanager
+def _watched(cache: StateCache) -> Iterator[None]:
+    """A context in which a model may not ask for the number of tokens, which a graph would have as a constant."""
+    ask = cache.get_seq_length
+
+    def get_seq_length(layer_idx: int = 0) -> int:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if not asks.startswith(MAY_ASK):
+            raise NotReplayable(f"{asks} computes with the number of tokens in the cache, on the host")
+        return ask(layer_idx)
+
+    cache.get_seq_length = get_seq_length
+    try:
+        yield
+    finally:
+        del cache.get_seq_length
+
+
+class _Cache:
+    """Stands in an output for the cache, which the graph must not keep alive."""
+
+
+def _without(cache: StateCache, output: Any) -> Any:
+    if output is cache:
+        return _Cache
+    if output is None or isinstance(output, (Tensor, *SIMPLE)):
+        return output
+    return _rebuilt(output, lambda value: _without(cache, value))
+
+
+def _with(cache: StateCache, output: Any) -> Any:
+    """The output in new tensors: the next replay overwrites those of the graph."""
+    if output is _Cache:
+        return cache
+    if isinstance(output, Tensor):
+        return output.clone()
+    if output is None or isinstance(output, SIMPLE):
+        return output
+    return _rebuilt(output, lambda value: _with(cache, value))
+
+
+def _rebuilt(output: Any, inner: Callable[[Any], Any]) -> Any:
+    """An output with `inner` of all that it consists of."""
+    if isinstance(output, ModelOutput):
+        return type(output)(**{name: inner(value) for name, value in output.items()})
+    if type(output) in (tuple, list):
+        return type(output)(map(inner, output))
+    if type(output) is dict:
+        return {name: inner(value) for name, value in output.items()}
+    raise NotReplayable(f"the model returns a {type(output).__name__}")
