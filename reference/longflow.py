@@ -41,7 +41,7 @@ from .attention import (
     weighted_values,
     zero_unoccupied,
 )
-from .baselines.snapkv import CompressResult, check_kernel_size, compress
+from .baselines.snapkv import CompressResult, check_kernel_size, compress_prompt
 from .contract import MethodConfig, Pages
 from .selection import gather_tokens, order, victims
 from .state import State
@@ -76,6 +76,8 @@ class LongFlowConfig(MethodConfig):
     protect_newest: the token of the current step cannot be evicted next (eq. 3: i < t). False as in the released code.
     sinks: the number of first tokens of a row that are never evicted, an int >= 0.
     window, kernel_size: SnapKV's observation window and pool width (odd), for prompts of more than budget - 1 tokens.
+    prefix_alone: SnapKV's softmax runs over the tokens before the window alone, as in the released code. Otherwise over
+    all tokens, as in SnapKV's.
     check_finite: raise ValueError for NaN or infinity in the inputs. This synchronizes with the GPU, and CUDA graph
     capture raises ValueError.
     scale: the factor on query . key, by default head_dim ** -0.5.
@@ -87,11 +89,12 @@ class LongFlowConfig(MethodConfig):
     sinks: int = 0
     window: int = 32
     kernel_size: int = 5
+    prefix_alone: bool = False
     check_finite: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("per_head", "protect_newest", "check_finite"):
+        for name in ("per_head", "protect_newest", "prefix_alone", "check_finite"):
             check_flag(name, getattr(self, name))
         check_integer("sinks", self.sinks, minimum=0)
         check_integer("window", self.window, minimum=1)
@@ -212,24 +215,26 @@ def _decode(
 def compress_prefill(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
     window: int = 32, kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
-    scale: float | None = None, process_group: ProcessGroup | None = None,
+    scale: float | None = None, process_group: ProcessGroup | None = None, prefix_alone: bool = False,
 ) -> CompressResult:
     """Reduce a prompt to `budget` tokens with SnapKV, the same tokens for all heads (LongFlow section 4.1).
 
     query_window [B, Hq, W, D], the last W <= window queries of the prompt; key, value [B, Hkv, T, D]; occupied and
-    protected [B, T] bool; a budget of 0 keeps no token. process_group: the ranks that hold the other heads. Result and
-    errors: `baselines.snapkv.compress`.
+    protected [B, T] bool; a budget of 0 keeps no token. process_group: the ranks that hold the other heads.
+    prefix_alone: the softmax runs over the tokens before the window alone, as in the released code. Result and errors:
+    `baselines.snapkv.compress`.
     """
     check_integer("window", window, minimum=1)
+    check_flag("prefix_alone", prefix_alone)
     check_tensor("query_window", query_window, dims=4, layout="[B, Hq, W, D]")
     if query_window.shape[2] > window:
         raise ValueError(
             f"query_window must be [B, Hq, W, D] with W <= window = {window}, got {tuple(query_window.shape)}"
         )
-    return compress(
+    return compress_prompt(
         query_window, key, value, budget,
         kernel_size=kernel_size, occupied=occupied, protected=protected, shared_heads=True, scale=scale,
-        process_group=process_group,
+        process_group=process_group, prefix_alone=prefix_alone,
     )
 
 
@@ -424,7 +429,7 @@ class LongFlowState(State):
             observers, key, value, self.config.budget - 1,
             window=self.config.window, kernel_size=self.config.kernel_size, occupied=occupied,
             protected=occupied & (token < self._sink_end[:, None]), scale=self.scale,
-            process_group=self._shared.process_group,
+            process_group=self._shared.process_group, prefix_alone=self.config.prefix_alone,
         ).kept
 
     def _end_of_sinks(self, occupied: Tensor) -> Tensor:

@@ -246,7 +246,8 @@ class DecodeCase(Case):
 
 @dataclass(frozen=True, repr=False)
 class WindowCase(Case):
-    """A prompt of `tokens` tokens to compress: query_window [B, Hq, W, D], key and value [B, Hkv, T, D]."""
+    """A prompt of `tokens` tokens to compress: query_window [B, Hq, W, D], key and value [B, Hkv, T, D]. prefix_alone:
+    LongFlow's option, which is among the arguments if it is True."""
 
     kind: ClassVar[str] = "window"
 
@@ -256,6 +257,7 @@ class WindowCase(Case):
     kernel_size: int = 5
     occupancy: str = "none"
     protect: str = "none"
+    prefix_alone: bool = False
 
     query_window = property(lambda self: self.tensor("query_window"))
     key = property(lambda self: self.tensor("key"))
@@ -295,7 +297,7 @@ class WindowCase(Case):
         return {
             "query_window": self.query_window, "key": self.key, "value": self.value, "budget": self.budget,
             "kernel_size": self.kernel_size, "occupied": self.occupied, "protected": self.protected,
-            "scale": self.scale,
+            "scale": self.scale, **({"prefix_alone": True} if self.prefix_alone else {}),
         }
 
     @property
@@ -313,17 +315,19 @@ class WindowCase(Case):
     @cached_property
     def attention(self) -> Attention:
         """The exact attention of the window's queries, for the bounds."""
-        return attend(self.query_window, self.key, self.value, self.mask, scale=self.scale, causal=True)
+        found = attend(self.query_window, self.key, self.value, self.mask, scale=self.scale, causal=True)
+        return found.before(self.tokens - self.observers) if self.prefix_alone else found
 
     @classmethod
     def of(cls, query_window: Tensor, key: Tensor, value: Tensor, *, budget: int, kernel_size: int = 5,
-           occupied: Tensor | None = None, protected: Tensor | None = None, scale: float | None = None) -> WindowCase:
+           occupied: Tensor | None = None, protected: Tensor | None = None, scale: float | None = None,
+           prefix_alone: bool = False) -> WindowCase:
         """Make a case from given tensors."""
         batch, heads, tokens, head_dim = key.shape
         case = cls(
             batch=batch, key_value_heads=heads, group=query_window.shape[1] // heads, head_dim=head_dim,
             dtype=key.dtype, content="given", scale=scale, tokens=tokens, observers=query_window.shape[2],
-            budget=budget, kernel_size=kernel_size, device=str(key.device),
+            budget=budget, kernel_size=kernel_size, device=str(key.device), prefix_alone=prefix_alone,
         )
         case._adopt({
             "query_window": query_window, "key": key, "value": value, "occupied": occupied, "protected": protected,

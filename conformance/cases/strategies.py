@@ -196,7 +196,7 @@ def window_cases(
     draw: st.DrawFn, *, device: torch.device | str | None = None, tokens: tuple[int, int] | None = None,
     content: Sequence[str] = TRACE_CONTENTS, max_window: int | None = None,
     occupancy: Sequence[str] = WINDOW_MASKS, protect: Sequence[str] = WINDOW_PROTECTIONS,
-    layout: tuple[str, ...] = WINDOW_LAYOUTS,
+    layout: tuple[str, ...] = WINDOW_LAYOUTS, prefix_alone: bool = False,
 ) -> WindowCase:
     """Prompts to compress. The window is at most `max_window` and at most T; budgets go from 0 to beyond T."""
     sizes = draw(_common(device, TRIPLES, rows=2))
@@ -225,6 +225,7 @@ def window_cases(
         kernel_size=draw(st.sampled_from(draws.plain_among(supported.values("kernel_size", (5, 1, 3, 7)), (1,)))),
         occupancy=draw(st.sampled_from(supported.occupancies(occupancy))),
         protect=draw(st.sampled_from(supported.protections(protect))),
+        prefix_alone=supported.values("prefix_alone", (prefix_alone,))[0],
     )
 
 

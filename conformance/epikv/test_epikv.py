@@ -18,7 +18,7 @@ from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.checkers import epikv_scores as judge
 from kvtwin.conformance.judge.checkers.epikv import assert_inside
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.reference.epikv.contract import DIFFERENCES, EpiKVConfig
+from kvtwin.reference.epikv.contract import DIFFERENCES, SPREADS, EpiKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 
@@ -166,11 +166,13 @@ def test_variances_and_lags(heads, head_dim, tokens, chunk, dtype, content, padd
         occupied[0, :tokens // 2] = False
         key, value = (x.masked_fill(~occupied[:, None, :, None], torch.nan) for x in (key, value))
     clean = [x.double().masked_fill(~occupied[:, None, :, None], 0) for x in (key, value)]
-    interval = judge.lag_interval(*clean, occupied, chunk)
-    actual = twins.optimized.epikv.lag_kv(key, value, chunk=chunk, occupied=occupied if padding else None)
-    assert_inside(actual, interval, what="lag")
-    assert_inside(twins.reference.epikv.lag_kv(*clean, chunk=chunk, occupied=occupied), interval, what="the oracle")
-    assert bool((actual[interval.low == torch.inf] == torch.inf).all())
+    for spread in SPREADS:
+        interval = judge.lag_interval(*clean, occupied, chunk, spread)
+        how = {"chunk": chunk, "spread": spread}
+        actual = twins.optimized.epikv.lag_kv(key, value, **how, occupied=occupied if padding else None)
+        assert_inside(actual, interval, what=f"lag, {spread}")
+        assert_inside(twins.reference.epikv.lag_kv(*clean, **how, occupied=occupied), interval, what="the oracle")
+        assert bool((actual[interval.low == torch.inf] == torch.inf).all())
 
 
 @pytest.mark.parametrize("huge", [2**40, 2**63 - 1])

@@ -7,7 +7,7 @@ need: logits, the magnitudes of the dot products behind them, normalisers, weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -54,6 +54,11 @@ class Attention:
     dtype: torch.dtype
     rotation: Tensor | None = None
     scales: tuple[float, float] | None = None
+
+    def before(self, end: int) -> Attention:
+        """The attention of the same queries to the first `end` slots alone."""
+        hidden = torch.arange(self.logit.shape[-1], device=self.logit.device) >= end
+        return replace(self, logit=self.logit.masked_fill(hidden, -torch.inf), dot=self.dot.masked_fill(hidden, 0))
 
     @property
     def query_heads(self) -> int:

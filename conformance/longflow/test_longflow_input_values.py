@@ -54,7 +54,7 @@ SCALARS: dict[str, list[tuple[list[Any], type[Exception], str]]] = {
     "scale": [(NOT_SCALES, TypeError, "must be a float or None"), (NOT_FINITE, ValueError, "must be finite")],
     **{
         flag: [(NOT_FLAGS, TypeError, "must be a bool")]
-        for flag in ("per_head", "protect_newest", "check_finite", "shared_heads")
+        for flag in ("per_head", "protect_newest", "prefix_alone", "check_finite", "shared_heads")
     },
     **{
         count: [(NOT_INTEGERS, TypeError, "must be an int"), ([0, -2], ValueError, "must be at least 1")]
@@ -69,11 +69,12 @@ SCALARS: dict[str, list[tuple[list[Any], type[Exception], str]]] = {
 }
 OPTIONS = {
     "decode_attention": ["scale", "per_head", "check_finite"],
-    "compress_prefill": ["budget", "window", "kernel_size", "scale"],
+    "compress_prefill": ["budget", "window", "kernel_size", "prefix_alone", "scale"],
     "window_score": ["kernel_size", "shared_heads", "scale"],
     "compress": ["budget", "kernel_size", "shared_heads", "scale"],
     "LongFlowConfig": [
-        "budget", "per_head", "protect_newest", "sinks", "window", "kernel_size", "check_finite", "scale",
+        "budget", "per_head", "protect_newest", "sinks", "window", "kernel_size", "prefix_alone", "check_finite",
+        "scale",
     ],
     "LongFlowState": ["config", *STATE, "device"],
 }

@@ -42,6 +42,7 @@ def test_longflow_attends_to_every_tile_of_a_prompt(tokens, padding, twins, devi
     ({"budget": 24, "window": 9, "sinks": 3}, 150, 3),
     ({"budget": 20, "window": 4, "per_head": True, "kernel_size": 1}, 22, 3),
     ({"budget": 6, "window": 32, "sinks": 2}, 70, 3),
+    ({"budget": 24, "window": 9, "prefix_alone": True}, 150, 3),
     ({"budget": 9, "window": 3, "sinks": 5}, 20, 12),
     ({"budget": 10, "sinks": 6}, 8, 14),
 ])
@@ -53,3 +54,20 @@ def test_longflow_keeps_step_after_a_prompt(options, tokens, steps, padding, con
         config=tuple(options.items()), padding=padding, content=content, seed=tokens, device=str(device),
     )
     lockstep.run(trace, twins.optimized.longflow)
+
+
+@pytest.mark.kind("equivalence")
+@pytest.mark.parametrize("side", ("reference", "optimized"))
+@pytest.mark.parametrize(("prefix_alone", "kept"), [(False, [0, 3, 4]), (True, [1, 3, 4])])
+def test_longflow_may_leave_the_window_out_of_the_softmax(prefix_alone, kept, side, twins, device):
+    """The first head attends to the window, and less to token 1; the second to token 0. In row 1, token 4 is padding,
+    whose query attends to token 2."""
+    key = 8 * torch.eye(5, 16).expand(2, 1, 5, 16)
+    query = torch.zeros(2, 2, 2, 16)
+    query[:, 0, :, 3], query[:, 0, :, 1], query[:, 1, :, 0], query[:, 1, :, 1] = 16, 4, 2, 0.5
+    query[1, :, 1] = 100 * torch.eye(16)[2]
+    query, key = query.to(device), key.to(device)
+    occupied = torch.tensor([[True] * 5, [True] * 4 + [False]], device=device)
+    compress = getattr(twins, side).longflow.compress_prefill
+    found = compress(query, key, key, 3, window=2, kernel_size=1, occupied=occupied, prefix_alone=prefix_alone)
+    assert found.kept.tolist() == [kept, [0, 1, 3]]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .block_cache.kernels import launch_attention, launch_received
+from .block_cache.kernels import Window, launch_attention, launch_received
 from .launch import SMALL_TILES, on_device_of, padded_head_dim, stride_unit
 from .numerics import sortable
 from .radix_selection import _FREE, first_digit, search
@@ -28,20 +28,29 @@ _WINDOW = tl.constexpr(2**31 - 2)
 
 
 @torch.library.custom_op("kvtwin::prompt_received", mutates_args=())
-def received(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
+def received(
+    query_window: Tensor, key: Tensor, occupied: Tensor, scale: float, prefix_alone: bool = False
+) -> Tensor:
     """Each token's softmax weight, averaged over the window's queries and the heads of a group: [B, Hkv, T] float32.
 
     query_window [B, Hq, W, D]: the queries of the last W tokens; key [B, Hkv, T, D]; occupied [B, T] bool.
+    prefix_alone: the softmax runs over the tokens before the window alone, whose own tokens receive 0.
     """
+    window = None
+    if prefix_alone:
+        total = key.shape[2]
+        prefix = total - query_window.shape[2]
+        asks = torch.where(occupied[:, prefix:], prefix - 1, -1)       # every query sees the prefix, and no more
+        window = Window(asks, torch.arange(total, device=key.device).expand(key.shape[:3]))
     softmax_parts = torch.empty(2, *query_window.shape[:3], dtype=torch.float32, device=key.device)
     result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    launch_attention(query_window, key, None, occupied, None, None, softmax_parts, None, scale)
-    launch_received(query_window, key, occupied, None, softmax_parts, result, scale, mean=True)
+    launch_attention(query_window, key, None, occupied, window, None, softmax_parts, None, scale)
+    launch_received(query_window, key, occupied, window, softmax_parts, result, scale, mean=True)
     return result
 
 
 @received.register_fake
-def _(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float) -> Tensor:
+def _(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float, prefix_alone: bool = False) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 

@@ -81,7 +81,7 @@ class RKVState(BlockState):
         score_due(
             self._window_query, self._window_positions, self.key, self.occupied, self._token_index, self._valid_seen,
             self._counts, self._score, *self._between, self.scale, config.capacity, count, config.kernel_size,
-            config.mix_lambda, config.threshold, config.exempts_first, appended,
+            config.mix_lambda, config.threshold, config.exempts_first, config.order == "score", appended,
         )
         self._thin(self._score, count, appended=appended)
 
@@ -94,10 +94,11 @@ def score_due(
     window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, token_index: Tensor,
     valid_seen: Tensor, counts: Tensor, score: Tensor, factors: Tensor, inverses: Tensor, means: Tensor,
     importance: Tensor, age: Tensor, by_age: Tensor, left_out: Tensor, parts: Tensor, scale: float, capacity: int,
-    count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool, appended: bool,
+    count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool, by_score: bool,
+    appended: bool,
 ) -> None:
     """Store the scores of heads with more than `capacity` tokens, after `count` tokens arrived. The tokens that arrived
-    in other heads, unless `appended`, get +inf.
+    in other heads, unless `appended`, get +inf. by_score: the tokens are in the order of the scores of the last time.
 
     window_query [B, Hq, W, D] and window_positions [B, W] int64: the queries of the last tokens, -1 for padding. A
     state's buffers as in `ops.arrive`; valid_seen and counts include the new tokens; the others: a Scratch.
@@ -114,7 +115,8 @@ def score_due(
     options = {"GROUP": window_query.shape[1] // heads, "QUERIES": QUERIES, "num_warps": WARPS, **shape}
     with on_device_of(key):
         prepare_kernel[(batch_heads * tiles,)](
-            *of_window, factors, inverses, age, by_age, left_out, parts, scale * LOG2_E.value, *sizes, **options
+            *of_window, factors, inverses, age, by_age, left_out, parts, score if by_score else None,
+            scale * LOG2_E.value, *sizes, **options, BY_SCORE=by_score,
         )
         similarity_kernel[(batch_heads * triton.cdiv(end, rows),)](
             key, occupied, counts, factors, inverses, age, by_age, means, left_out, threshold, capacity, end, slots,
@@ -136,6 +138,7 @@ def _(
     window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, token_index: Tensor,
     valid_seen: Tensor, counts: Tensor, score: Tensor, factors: Tensor, inverses: Tensor, means: Tensor,
     importance: Tensor, age: Tensor, by_age: Tensor, left_out: Tensor, parts: Tensor, scale: float, capacity: int,
-    count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool, appended: bool,
+    count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool, by_score: bool,
+    appended: bool,
 ) -> None:
     return None

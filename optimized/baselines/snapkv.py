@@ -37,12 +37,21 @@ def window_score(
     +inf for window tokens, -inf for unoccupied ones. process_group: with shared_heads, the ranks that hold the other
     heads. Semantics: `kvtwin.reference.baselines.snapkv.window_score`.
     """
+    return _score(query_window, key, occupied, kernel_size, shared_heads, scale, process_group, False)
+
+
+def _score(
+    query_window: Tensor, key: Tensor, occupied: Tensor | None, kernel_size: int, shared_heads: bool,
+    scale: float | None, process_group: ProcessGroup | None, prefix_alone: bool,
+) -> Tensor:
+    """`window_score`. prefix_alone: see `prompt_selection.received`."""
     occupied = _check(query_window, key, key, occupied, kernel_size, shared_heads)
     check_shared_heads(
-        process_group, shared_heads, query_window, key, occupied, kernel_size=kernel_size, scale=scale
+        process_group, shared_heads, query_window, key, occupied, kernel_size=kernel_size, scale=scale,
+        prefix_alone=prefix_alone,
     )
     head_dim, total, window = key.shape[3], key.shape[2], query_window.shape[2]
-    received = prompt_selection.received(query_window, key, occupied, resolve_scale(scale, head_dim))
+    received = prompt_selection.received(query_window, key, occupied, resolve_scale(scale, head_dim), prefix_alone)
     if (ranks := ranks_of(process_group, key.shape[1], key.device)) is not None:
         received = ranks.gather(received)
     if shared_heads:
@@ -92,8 +101,10 @@ def compress(
 def choose(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *, kernel_size: int, occupied: Tensor | None,
     protected: Tensor | None, shared_heads: bool, scale: float | None, process_group: ProcessGroup | None = None,
+    prefix_alone: bool = False,
 ) -> Tensor:
-    """The `kept` of `compress`: [B, N] or [B, Hkv, N] int64, ascending, -1 at the end."""
+    """The `kept` of `compress`: [B, N] or [B, Hkv, N] int64, ascending, -1 at the end. prefix_alone: see
+    `prompt_selection.received`."""
     check_integer("budget", budget, minimum=0)
     occupied = _check(query_window, key, value, occupied, kernel_size, shared_heads)
     batch, _, total, _ = key.shape
@@ -101,10 +112,7 @@ def choose(
         check_mask("protected", protected, (batch, total), "[B, T]", key, "key")
     if process_group is not None:
         check_process_group(process_group, budget=budget, protected=digest(protected))
-    score = window_score(
-        query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale,
-        process_group=process_group,
-    )
+    score = _score(query_window, key, occupied, kernel_size, shared_heads, scale, process_group, prefix_alone)
     # One unique integer per token that orders tokens by class, then score (float32 bits made sortable), then index.
     # The index has 29 bits, for prompts of fewer than 2^29 tokens.
     score = score.masked_fill(score.isnan(), -torch.inf) + 0.0

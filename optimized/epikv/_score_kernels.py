@@ -52,7 +52,7 @@ def variance(x, in_head, head_dim):
 
 @triton.jit
 def spread(x, low, high, in_head):
-    """Deviation over the channels of (x - low) / (high - low): x [R, D_PAD]; low, high, in_head [R or 1, D_PAD]."""
+    """Variance over the channels of (x - low) / (high - low): x [R, D_PAD]; low, high, in_head [R or 1, D_PAD]."""
     width = high - low
     largest = tl.max(tl.where(in_head, tl.maximum(tl.abs(low), tl.abs(high)), 0.0), 1)
     says = (width > largest[:, None] * LEAST_RANGE) & in_head
@@ -60,7 +60,16 @@ def spread(x, low, high, in_head):
     normal = tl.where(says, (x - low) / tl.where(says, width, 1.0), 0.0)
     centre = tl.sum(normal / count, 1)
     deviation = tl.where(says, normal - centre[:, None], 0.0)
-    return root(tl.sum(deviation * deviation / count, 1))
+    return tl.sum(deviation * deviation / count, 1)
+
+
+@triton.jit
+def taken(found, VARIANCE: tl.constexpr):
+    """What "lag_kv" adds up of a spread: its root, the deviation, or itself."""
+    if VARIANCE:
+        return found
+    else:
+        return root(found)
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
@@ -135,7 +144,7 @@ def _(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("kvtwin::epikv_lag", mutates_args=())
-def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int) -> Tensor:
+def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int, variance: bool) -> Tensor:
     """`lag_kv` of key, value [B, Hkv, T, D]. order [B, T]: the indices of the padding, before place first[b], then of
     the tokens. Returns [B, T], at the tokens' own indices; 0 for padding."""
     batch, heads, tokens, head_dim = key.shape
@@ -145,13 +154,13 @@ def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int) ->
         lag_kernel[(batch * chunks,)](
             key, value, order, first, result, tokens, heads, chunk, chunks, *key.stride(), *value.stride(),
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
-            TILE=min(4 if SMALL_TILES else 64, triton.next_power_of_2(chunk)), num_warps=8,
+            TILE=min(4 if SMALL_TILES else 64, triton.next_power_of_2(chunk)), VARIANCE=variance, num_warps=8,
         )
     return result
 
 
 @lag.register_fake
-def _(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int) -> Tensor:
+def _(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int, variance: bool) -> Tensor:
     return key.new_empty((key.shape[0], key.shape[2]), dtype=torch.float32)
 
 
@@ -258,7 +267,7 @@ def _ranges(x, order, begin, chunk, x_t, x_d, dim, D_PAD: tl.constexpr, TILE: tl
 def lag_kernel(
     key, value, order, first, result, tokens, heads, chunk, chunks,
     key_b, key_h, key_t, key_d, value_b, value_h, value_t, value_d,
-    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, VARIANCE: tl.constexpr,
 ):
     """Program: one chunk of a row of the batch, normalized by the chunk before it."""
     b = (tl.program_id(0) // chunks).to(tl.int64)
@@ -277,10 +286,10 @@ def lag_kernel(
                 one, other = key + b * key_b + h * key_h, value + b * value_b + h * value_h
                 low, high = _ranges(one, order, begin - chunk, chunk, key_t, key_d, HEAD_DIM, D_PAD, TILE)
                 x, _, _ = _vectors(one, order, begin, last, tile, key_t, key_d, HEAD_DIM, D_PAD, TILE)
-                total += spread(x, low, high, in_head)
+                total += taken(spread(x, low, high, in_head), VARIANCE)
                 low, high = _ranges(other, order, begin - chunk, chunk, value_t, value_d, HEAD_DIM, D_PAD, TILE)
                 x, _, _ = _vectors(other, order, begin, last, tile, value_t, value_d, HEAD_DIM, D_PAD, TILE)
-                total += spread(x, low, high, in_head)
+                total += taken(spread(x, low, high, in_head), VARIANCE)
             total = total / heads
         place = begin + tile + tl.arange(0, TILE)
         # A tile may extend beyond the end of its chunk.

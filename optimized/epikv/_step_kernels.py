@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32, root, sortable
-from ._score_kernels import limit, no_sign, rolled, spread, variance
+from ._score_kernels import limit, no_sign, rolled, spread, taken, variance
 
 #: Above and below every code of a token.
 LAST, FIRST = 2**63 - 1, -(2**63)
@@ -34,7 +34,7 @@ def step(
     hidden_a: Tensor | None, hidden_b: Tensor | None, key: Tensor | None, value: Tensor | None,
     previous: Tensor, values: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, rank: Tensor,
     next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor, ranges: Tensor,
-    policy: str, window: int, chunk: int, newest: int,
+    policy: str, window: int, chunk: int, newest: int, lag_variance: bool,
 ) -> None:
     """One step of all rows. hidden_a, hidden_b [B, L, C] for policies that read them, else key, value [B, Hkv, D]."""
     batch, slots = score.shape
@@ -47,7 +47,7 @@ def step(
         assert key is not None
         assert value is not None
         one, other = (value, value) if policy == "kv_val" else (key, value)
-        kind, size = 3 if policy == "lag_kv" else 2, key.shape[2]
+        kind, size = (4 if lag_variance else 3) if policy == "lag_kv" else 2, key.shape[2]
         layers_a, layers_b = key.shape[1], 1
     with on_device_of(score):
         step_kernel[(batch,)](
@@ -67,7 +67,7 @@ def _(
     hidden_a: Tensor | None, hidden_b: Tensor | None, key: Tensor | None, value: Tensor | None,
     previous: Tensor, values: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, rank: Tensor,
     next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor, ranges: Tensor,
-    policy: str, window: int, chunk: int, newest: int,
+    policy: str, window: int, chunk: int, newest: int, lag_variance: bool,
 ) -> None:
     return None
 
@@ -126,7 +126,7 @@ def _vectors(x, x_h, x_d, size, HEADS: tl.constexpr, H_PAD: tl.constexpr, D_PAD:
 def _lag(
     x, ranges, all_ranges, size, begins, HEADS: tl.constexpr, H_PAD: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """The spread of a new key or value x [H_PAD, D_PAD] per head, [H_PAD]. Updates the ranges.
+    """The variance of a new key or value x [H_PAD, D_PAD] per head, [H_PAD], see `spread`. Updates the ranges.
 
     ranges: the row's ranges of keys or of values; all_ranges: the size of each of the four. begins: the token is the
     first of a chunk."""
@@ -169,8 +169,8 @@ def step_kernel(
     LAYERS_A: tl.constexpr, LAYERS_B: tl.constexpr, KIND: tl.constexpr, RECENT: tl.constexpr, W_PAD: tl.constexpr,
     D_PAD: tl.constexpr, H_PAD: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):
-    """Program: one row. KIND: 0 means, 1 z-scores of hidden states; 2 variance of `one`, 3 lag of `one` and `other`,
-    with LAYERS_A heads."""
+    """Program: one row. KIND: 0 means, 1 z-scores of hidden states; 2 variance of `one`, 3 deviations of the lag of
+    `one` and `other`, 4 their variances, with LAYERS_A heads."""
     b = tl.program_id(0).to(tl.int64)
     position, token, slot = tl.load(seen + b), tl.load(tokens + b), tl.load(next_slot + b)
     one += b * one_b
@@ -198,13 +198,15 @@ def step_kernel(
         begins = token % chunk == 0
         width = LAYERS_A * size
         x = _vectors(one, one_l, one_c, size, LAYERS_A, H_PAD, D_PAD)
-        total = _lag(
+        found = _lag(
             x, ranges + b * 2 * width, batch * 2 * width, size, begins, LAYERS_A, H_PAD, D_PAD
         )
+        total = taken(found, KIND == 4)
         x = _vectors(other, other_l, other_c, size, LAYERS_A, H_PAD, D_PAD)
-        total += _lag(
+        found = _lag(
             x, ranges + (b * 2 + 1) * width, batch * 2 * width, size, begins, LAYERS_A, H_PAD, D_PAD
         )
+        total += taken(found, KIND == 4)
         new = tl.where(token < chunk, float("inf"), tl.sum(total, 0) / LAYERS_A)
     new = no_sign(new)
 

@@ -228,7 +228,7 @@ class EpiKVScorer(Buffers, Changeable):
         config = self.config
         if config.policy == "lag_kv":
             self._remember_ranges(key, value, occupied)
-            return lag_kv(key, value, chunk=config.chunk, occupied=occupied)
+            return lag_kv(key, value, chunk=config.chunk, spread=config.spread, occupied=occupied)
         variance = kv_variance(key if config.policy == "kv_key" else value).masked_fill(~occupied, 0)
         order = order_of(occupied) if padded else Order(None, self._tokens.new_zeros(self.batch), occupied)
         self._remember(0, variance[:, None], order)
@@ -265,7 +265,7 @@ class EpiKVScorer(Buffers, Changeable):
             one, other, key, value, self._previous, self._values, self.occupied, self.positions,
             self.score if self.attention is None or config.edges is not None else self.attention.frozen,
             self._rank, self._next_slot, self._tokens, self._seen, self._recents, self._ranges,
-            config.policy, config.window, config.chunk, config.newest,
+            config.policy, config.window, config.chunk, config.newest, config.spread == "variance",
         )
         if self.attention is not None:
             self.attention.choose(self)

@@ -66,12 +66,15 @@ def kv_variance(key_or_value: Tensor) -> Tensor:
     return found
 
 
-def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | None = None) -> Tensor:
+def lag_kv(
+    key: Tensor, value: Tensor, *, chunk: int = 128, spread: str = "deviation", occupied: Tensor | None = None
+) -> Tensor:
     """The spread of each token's key and value, normalized by the previous chunk: [B, T] float32, higher = keep.
 
-    key, value [B, Hkv, T, D] of one dtype; occupied [B, T]. +inf in a row's first chunk, 0 for padding.
+    key, value [B, Hkv, T, D] of one dtype; spread: "deviation" or "variance"; occupied [B, T]. +inf in a row's
+    first chunk, 0 for padding.
     """
-    chunk = check_lag(key, value, chunk, occupied)
+    chunk = check_lag(key, value, chunk, spread, occupied)
     check_launchable(key=key, value=value)
     batch, _, tokens, _ = key.shape
     if occupied is None:
@@ -79,7 +82,7 @@ def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | N
         first = torch.zeros(batch, dtype=torch.int64, device=key.device)
     else:
         order, first = compacted(occupied), (~occupied).sum(1)
-    found: Tensor = kernels.lag(key, value, order, first, chunk)
+    found: Tensor = kernels.lag(key, value, order, first, chunk, spread == "variance")
     return found
 
 

@@ -95,15 +95,17 @@ def _check_finite(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, p
 def compress_prefill(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *,
     window: int = 32, kernel_size: int = 5, occupied: Tensor | None = None, protected: Tensor | None = None,
-    scale: float | None = None, process_group: ProcessGroup | None = None,
+    scale: float | None = None, process_group: ProcessGroup | None = None, prefix_alone: bool = False,
 ) -> CompressResult:
     """Reduce a prompt to `budget` tokens with SnapKV, the same tokens for all heads (LongFlow section 4.1).
 
     query_window [B, Hq, W, D], the last W <= window queries of the prompt; key, value [B, Hkv, T, D]; occupied and
-    protected [B, T] bool; a budget of 0 keeps no token. process_group: the ranks that hold the other heads. Result and
-    errors: `baselines.snapkv.compress`.
+    protected [B, T] bool; a budget of 0 keeps no token. process_group: the ranks that hold the other heads.
+    prefix_alone: the softmax runs over the tokens before the window alone, as in the released code. Result and errors:
+    `baselines.snapkv.compress`.
     """
     check_integer("window", window, minimum=1)
+    check_flag("prefix_alone", prefix_alone)
     check_tensor("query_window", query_window, dims=4, layout="[B, Hq, W, D]")
     if query_window.shape[2] > window:
         raise ValueError(
@@ -112,6 +114,6 @@ def compress_prefill(
     kept = choose(
         query_window, key, value, budget,
         kernel_size=kernel_size, occupied=occupied, protected=protected, shared_heads=True, scale=scale,
-        process_group=process_group,
+        process_group=process_group, prefix_alone=prefix_alone,
     )
     return CompressResult(gather_tokens(key, kept), gather_tokens(value, kept), kept)

@@ -221,7 +221,7 @@ class LongFlowState(State):
         if self.config.budget == 1:
             return
         window = query[:, :, -self.config.window:]
-        received = prompt_selection.received(window, key, occupied, self.scale)
+        received = prompt_selection.received(window, key, occupied, self.scale, self.config.prefix_alone)
         ranks = self._ranks if not self.config.per_head else ranks_of(
             self._shared.process_group, self.sizes.key_value_heads, self.device
         )

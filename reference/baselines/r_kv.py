@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._validate import check_flag, check_integer, check_ratio
+from .._validate import check_choice, check_flag, check_integer, check_ratio
 from ..attention import INF, accumulate_dtype, exact, logits, softmax, sum_in_order
 from ..blocks import BlockState, Chunk, IntervalConfig
 from ..selection import order
@@ -25,6 +25,8 @@ __all__ = ["RKVConfig", "RKVState"]
 
 #: Added to the norm of a key, as in the authors' code.
 EPSILON = 1e-8
+#: The orders of the tokens: see `RKVConfig`.
+ORDERS = ("position", "score")
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,13 @@ class RKVConfig(IntervalConfig):
     budget, block_size: see `BlockConfig`. window: the number of last tokens that observe and are kept, of which at most
     budget count. kernel_size: the width of the max pool, odd. mix_lambda: the share of the importance in the score,
     from 0 to 1. threshold: the cosine similarity above which two keys are similar, from 0 to 1. A token's mean
-    similarity leaves out each token whose most recent similar token it is. exempts_first: whether the oldest token's
-    mean also leaves out each token that is similar to none, as in the authors' code. interval: see `IntervalConfig`;
-    the authors evict once in 128 steps. Raises TypeError or ValueError for invalid arguments.
+    similarity leaves out each token whose last similar token it is. exempts_first: whether the first token's mean also
+    leaves out each token that is similar to none, as in the authors' code. order: the order of the tokens, in which one
+    is the first, one of several similar ones is the last, and tokens are neighbours in the pool. "position": the oldest
+    first. "score", the order of the authors' cache: first the tokens that were scored at the last eviction, the highest
+    score first, then all others, the oldest first; equal scores too, the oldest first. Until the first eviction, the
+    two are the same. interval: see `IntervalConfig`; the authors evict once in 128 steps. Raises TypeError or
+    ValueError for invalid arguments.
     """
 
     window: int = 8
@@ -44,6 +50,7 @@ class RKVConfig(IntervalConfig):
     mix_lambda: float = 0.1
     threshold: float = 0.5
     exempts_first: bool = True
+    order: str = "position"
     interval: int = 1
 
     def __post_init__(self) -> None:
@@ -53,6 +60,7 @@ class RKVConfig(IntervalConfig):
         check_ratio("mix_lambda", self.mix_lambda)
         check_ratio("threshold", self.threshold)
         check_flag("exempts_first", self.exempts_first)
+        check_choice("order", self.order, ORDERS)
 
     @property
     def observers(self) -> int:
@@ -77,8 +85,9 @@ def redundancy(
 ) -> Tensor:
     """R_j of the n tokens of each KV head, [B, Hkv, S]: a softmax of their mean similarities; 0 where unoccupied.
 
-    m_j is the mean of C_ij over the tokens i, where C_ij is 0 for i = j; for the most recent token j with
-    C_ij > threshold; and, if there is none and with exempts_first, for the oldest token j.
+    positions [B, Hkv, S] int64, at least 0: of the tokens, or their places in another order. m_j is the mean of C_ij
+    over the tokens i, where C_ij is 0 for i = j; for the last token j with C_ij > threshold; and, if there is none and
+    with exempts_first, for the first token j.
     """
     unit = unit_keys(key, occupied)
     with exact(unit):
@@ -87,8 +96,8 @@ def redundancy(
     both = occupied[..., :, None] & occupied[..., None, :]
     position = positions[..., None, :].where(both & (similar > threshold), -1)
     latest, place = position.max(-1, keepdim=True)                                       # of row i, [B, Hkv, S, 1]
-    oldest = positions.masked_fill(~occupied, torch.iinfo(positions.dtype).max).argmin(-1)[..., None, None]
-    place = torch.where(latest >= 0, place, oldest)
+    first = positions.masked_fill(~occupied, torch.iinfo(positions.dtype).max).argmin(-1)[..., None, None]
+    place = torch.where(latest >= 0, place, first)
     exempt = torch.zeros_like(both).scatter(-1, place, (latest >= 0) | exempts_first)
     count = occupied.sum(-1, keepdim=True).clamp_min(1)
     mean = similar.masked_fill(exempt | ~both, 0).sum(-2) / count                        # m_j
@@ -124,6 +133,7 @@ class RKVState(BlockState):
 
         is_new = torch.arange(self.sizes.slots, device=self.device) >= config.capacity
         score = self.score.masked_fill(is_new, INF)
+        self._earlier = score                                            # the conformance suite reads it, too
         due = self._due()
         if bool(due.any()):
             score = torch.where(due, self._mixed(config.capacity + chunk.query.shape[2]), score)
@@ -131,28 +141,36 @@ class RKVState(BlockState):
 
     def _mixed(self, end: int) -> Tensor:
         """The scores, [B, Hkv, S]; +inf in the window. Slots from `end` on are free."""
-        config = self.config
+        config, places = self.config, self._places()
         prefix = self.occupied & ~self._in_window()
         repeated = redundancy(
-            self.key[:, :, :end], self.occupied[..., :end], self.positions[..., :end], threshold=config.threshold,
+            self.key[:, :, :end], self.occupied[..., :end], places[..., :end], threshold=config.threshold,
             exempts_first=config.exempts_first,
         )
         repeated = functional.pad(repeated, (0, self.sizes.slots - end))
-        score = config.mix_lambda * self._importance(prefix) - (1 - config.mix_lambda) * repeated
+        score = config.mix_lambda * self._importance(prefix, places) - (1 - config.mix_lambda) * repeated
         return score.masked_fill(~prefix, INF)
 
-    def _importance(self, prefix: Tensor) -> Tensor:
-        """The pooled importance of the tokens of prefix [B, Hkv, S] bool: [B, Hkv, S]."""
+    def _places(self) -> Tensor:
+        """The place of each token in the order, [B, Hkv, S] int64. Free slots come first, the window last."""
+        place = order(self.positions)
+        if self.config.order == "position":
+            return place
+        # As topk leaves them: the highest score first. The last window and newer tokens, not scored (+inf), follow.
+        lowest = (-self._earlier).masked_fill(self._earlier == INF, INF).masked_fill(~self.occupied, -INF)
+        by_age = torch.empty_like(lowest).scatter(-1, place, lowest)
+        return order(by_age).gather(-1, place)
+
+    def _importance(self, prefix: Tensor, places: Tensor) -> Tensor:
+        """The importance of the tokens of prefix [B, Hkv, S] bool, pooled along `places`: [B, Hkv, S]."""
         logit = logits(self._window_query, self.key, self.occupied, scale=self.scale)    # [B, Hq, W, S]
         largest = logit.unflatten(1, (self.sizes.key_value_heads, -1)).amax(2)           # [B, Hkv, W, S]
         asks = (self._window_positions >= 0)[:, None, :, None]
         weight = softmax(largest.masked_fill(~(prefix[:, :, None] & asks), -INF))
         received = sum_in_order(weight, 2) / asks.sum(2).clamp_min(1)                     # I, [B, Hkv, S]
-        # The pool runs along the prefix in the order of positions. Free slots come first, the window last.
-        place = order(self.positions)
-        in_order = torch.full_like(received, -INF).scatter(-1, place, received.masked_fill(~prefix, -INF))
+        in_order = torch.full_like(received, -INF).scatter(-1, places, received.masked_fill(~prefix, -INF))
         size = self.config.kernel_size
-        return functional.max_pool1d(in_order, size, stride=1, padding=size // 2).gather(-1, place)
+        return functional.max_pool1d(in_order, size, stride=1, padding=size // 2).gather(-1, places)
 
     def _in_window(self) -> Tensor:
         """[B, Hkv, S] bool."""

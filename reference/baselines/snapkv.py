@@ -78,15 +78,31 @@ def window_score(
     Returns [B, Hkv, T], or [B, T] averaged over all heads with shared_heads=True, float32 (float64 for float64 inputs):
     +inf for tokens of the window, -inf for unoccupied positions. TypeError or ValueError for invalid arguments.
     """
+    return score_prompt(
+        query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale,
+        process_group=process_group,
+    )
+
+
+def score_prompt(
+    query_window: Tensor, key: Tensor, occupied: Tensor | None = None, *, kernel_size: int = 5,
+    shared_heads: bool = False, scale: float | None = None, process_group: ProcessGroup | None = None,
+    prefix_alone: bool = False,
+) -> Tensor:
+    """`window_score`. prefix_alone: the softmax runs over the prefix alone, as in LongFlow's released code."""
     occupied, sizes = check_window(query_window, key, key, occupied, kernel_size, shared_heads)
     check_shared_heads(
-        process_group, shared_heads, query_window, key, occupied, kernel_size=kernel_size, scale=scale
+        process_group, shared_heads, query_window, key, occupied, kernel_size=kernel_size, scale=scale,
+        prefix_alone=prefix_alone,
     )
     window = query_window.shape[2]
     prefix = sizes.slots - window
     observing = occupied[:, prefix:]                                                      # [B, W]
     scale = resolve_scale(scale, sizes.head_dim)
-    weight = softmax(causal_logits(query_window, key, occupied, scale=scale))             # [B, Hq, W, T]
+    logit = causal_logits(query_window, key, occupied, scale=scale)                       # [B, Hq, W, T]
+    if prefix_alone:
+        logit[..., prefix:] = -INF
+    weight = softmax(logit)
     weight = weight.masked_fill(~observing[:, None, :, None], 0)
     received = sum_in_order(weight, 2) / observing.sum(-1).clamp_min(1)[:, None, None]    # [B, Hq, T]
     received = group_mean(received, sizes.key_value_heads)                                # [B, Hkv, T]
@@ -130,15 +146,27 @@ def compress(
     newest first), then prefix tokens by score. Ties evict the lowest index. Returns N = min(budget, T) tokens per row.
     TypeError or ValueError for invalid arguments.
     """
+    return compress_prompt(
+        query_window, key, value, budget, kernel_size=kernel_size, occupied=occupied, protected=protected,
+        shared_heads=shared_heads, scale=scale, process_group=process_group,
+    )
+
+
+def compress_prompt(
+    query_window: Tensor, key: Tensor, value: Tensor, budget: int, *, kernel_size: int = 5,
+    occupied: Tensor | None = None, protected: Tensor | None = None, shared_heads: bool = False,
+    scale: float | None = None, process_group: ProcessGroup | None = None, prefix_alone: bool = False,
+) -> CompressResult:
+    """`compress`. prefix_alone: see `score_prompt`."""
     check_integer("budget", budget, minimum=0)
     occupied, sizes = check_window(query_window, key, value, occupied, kernel_size, shared_heads)
     if protected is not None:
         check_mask("protected", protected, (sizes.batch, sizes.slots), "[B, T]", key, "key")
     if process_group is not None:
         check_process_group(process_group, budget=budget, protected=digest(protected))
-    score = window_score(
+    score = score_prompt(
         query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale,
-        process_group=process_group,
+        process_group=process_group, prefix_alone=prefix_alone,
     )
     if not shared_heads:
         occupied = occupied[:, None].expand(score.shape)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._validate import (
+    check_choice,
     check_config,
     check_dtype,
     check_integer,
@@ -19,7 +20,7 @@ from .._validate import (
 )
 from .._validate_ranks import ProcessGroup, check_process_group, digest, gathered
 from ..contract import Sizes
-from .contract import EpiKVConfig
+from .contract import SPREADS, EpiKVConfig
 
 
 def check_scorer(
@@ -66,12 +67,13 @@ def check_vectors(name: str, tensor: object, occupied: object = None) -> Tensor:
     return checked
 
 
-def check_lag(key: object, value: object, chunk: object, occupied: object) -> int:
+def check_lag(key: object, value: object, chunk: object, spread: object, occupied: object) -> int:
     """The arguments of `lag_kv`. Returns the number of tokens in a chunk, at most T: longer chunks change nothing."""
     key = check_vectors("key", key, occupied)
     value = check_vectors("value", value)
     check_shape("value", value, tuple(key.shape), "key's [B, Hkv, T, D]")
     check_like("value", value, key, "key")
+    check_choice("spread", spread, SPREADS)
     return min(check_integer("chunk", chunk, minimum=1), key.shape[2])
 
 

@@ -21,6 +21,8 @@ DIFFERENCES = ("epikv", "hs_variance", "band_adaptive")
 HYBRIDS = ("attn_x_hs", "segment_hs")
 PAPER_LAYERS = 32
 POLICIES = (*BANDS, "kv_key", "kv_val", "lag_kv")
+#: What "lag_kv" adds up of a key's and a value's channels: see `EpiKVConfig`.
+SPREADS = ("deviation", "variance")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class EpiKVConfig(MethodConfig):
     "epikv".
     recent: the number of newest tokens that are never evicted, at least 1, since a token attends to itself; by default
     min(128, budget // 4).
-    window: the length of rolling means and z-scores. chunk: tokens per chunk of "lag_kv".
+    window: the length of rolling means and z-scores. chunk: tokens per chunk of "lag_kv". spread: what "lag_kv" adds
+    up of key and value, "deviation", as LagKV's code, or "variance", as the paper says.
     keep_prompt: True keeps the whole prompt, and prompt + recent must fit the budget. False scores and evicts its
     tokens like all others.
     count_prompt: False applies the budget to generated tokens only; the prompt, of at most `max_prompt` tokens, has
@@ -55,6 +58,7 @@ class EpiKVConfig(MethodConfig):
     recent: int | None = None
     window: int = 64
     chunk: int = 128
+    spread: str = "deviation"
     keep_prompt: bool = True
     count_prompt: bool = True
     max_prompt: int = 0
@@ -72,6 +76,9 @@ class EpiKVConfig(MethodConfig):
             check_flag(name, getattr(self, name))
         check_integer("window", self.window, minimum=1)
         check_integer("chunk", self.chunk, minimum=1)
+        check_choice("spread", self.spread, SPREADS)
+        if self.policy != "lag_kv" and self.spread != "deviation":
+            raise ValueError(f"spread must be left out for policy {self.policy!r}, got {self.spread!r}")
         check_integer("max_prompt", self.max_prompt, minimum=0)
         if self.recent is not None and check_integer("recent", self.recent, minimum=1) > self.budget:
             raise ValueError(f"recent must be at most the budget {self.budget}, got {self.recent}")

@@ -228,7 +228,7 @@ class EpiKVScorer(Interruptible):
                     chunks[-2:][::-1], ((self._low, self._high), (self._low_before, self._high_before)), strict=False
                 ):
                     low[row], high[row] = chunk.amin(2), chunk.amax(2)
-            return lag_kv(key, value, chunk=config.chunk, occupied=occupied)
+            return lag_kv(key, value, chunk=config.chunk, spread=config.spread, occupied=occupied)
         variance = kv_variance(key if config.policy == "kv_key" else value)
         self._remember(0, variance, occupied)
         return rolling_mean(variance, config.window, occupied=occupied)
@@ -291,7 +291,9 @@ class EpiKVScorer(Interruptible):
         self._high_before = self._high.where(begins, self._high_before)
         self._low = torch.where(begins, both, torch.minimum(self._low, both))
         self._high = torch.where(begins, both, torch.maximum(self._high, both))
-        spread = lag_spread(both[..., None, :], self._low_before, self._high_before)[..., 0]         # [B, 2, Hkv]
+        spread = lag_spread(
+            both[..., None, :], self._low_before, self._high_before, self.config.spread
+        )[..., 0]                                                                       # [B, 2, Hkv]
         scores = sum_in_order(spread[:, 0] + spread[:, 1], 1) / spread.shape[2]
         return scores.masked_fill(self._tokens < self.config.chunk, INF)
 

@@ -91,17 +91,19 @@ def kv_variance(key_or_value: Tensor) -> Tensor:
     return sum_in_order((x - x.mean(-1, keepdim=True)).square().mean(-1), 1) / x.shape[1]
 
 
-def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | None = None) -> Tensor:
+def lag_kv(
+    key: Tensor, value: Tensor, *, chunk: int = 128, spread: str = "deviation", occupied: Tensor | None = None
+) -> Tensor:
     """The spread of each token's key and value, normalized by the previous chunk (section 3.3): [B, T], higher = keep.
 
     key, value [B, Hkv, T, D] of one dtype; occupied [B, T] bool, False for padding, which is in no chunk and gives 0.
     The tokens of a row are divided into chunks of `chunk`. Channel d of a vector becomes (x - low) / (high - low), with
     the range of the channel in the previous chunk. The standard deviations over the channels of key and value are added
-    and averaged over the heads. Channels whose range is at most 1e-6 of the largest magnitude in the chunk (of that
-    head) are left out; without any channel the spread is 0. Tokens of the first chunk have no previous chunk and score
-    +inf. TypeError or ValueError for invalid arguments.
+    and averaged over the heads; with spread="variance", their variances. Channels whose range is at most 1e-6 of the
+    largest magnitude in the chunk (of that head) are left out; without any channel the spread is 0. Tokens of the first
+    chunk have no previous chunk and score +inf. TypeError or ValueError for invalid arguments.
     """
-    chunk = check_lag(key, value, chunk, occupied)
+    chunk = check_lag(key, value, chunk, spread, occupied)
     dtype = accumulate_dtype(key)
     result = torch.zeros(key.shape[0], key.shape[2], dtype=dtype, device=key.device)
     for row in range(key.shape[0]):
@@ -111,17 +113,17 @@ def lag_kv(key: Tensor, value: Tensor, *, chunk: int = 128, occupied: Tensor | N
         for start in range(chunk, len(tokens), chunk):
             spreads = [
                 lag_spread(x[:, start:start + chunk], x[:, start - chunk:start].amin(1),
-                           x[:, start - chunk:start].amax(1))
+                           x[:, start - chunk:start].amax(1), spread)
                 for x in vectors
             ]
             result[row, tokens[start:start + chunk]] = sum_in_order(spreads[0] + spreads[1], 0) / key.shape[1]
     return result
 
 
-def lag_spread(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Standard deviation over the channels of (x - low) / (high - low).
+def lag_spread(x: Tensor, low: Tensor, high: Tensor, spread: str) -> Tensor:
+    """Standard deviation, or variance, over the channels of (x - low) / (high - low).
 
-    x [..., Hkv, n, D]; low, high [..., Hkv, D]. Returns [..., Hkv, n].
+    x [..., Hkv, n, D]; low, high [..., Hkv, D]; spread: one of `SPREADS`. Returns [..., Hkv, n].
     """
     width = high - low
     largest = torch.maximum(low.abs(), high.abs()).amax(-1, keepdim=True)
@@ -131,7 +133,8 @@ def lag_spread(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     varies = varies[..., None, :]
     normalized = ((x - low[..., None, :]) / width).where(varies, 0)
     center = (normalized.sum(-1) / count)[..., None]
-    return ((normalized - center).where(varies, 0).square().sum(-1) / count).sqrt()
+    variance = (normalized - center).where(varies, 0).square().sum(-1) / count
+    return variance if spread == "variance" else variance.sqrt()
 
 
 def select(

@@ -20,9 +20,10 @@ class EpiKVCache(HiddenStateCache):
     policy: "epikv", "hs_variance" or "band_adaptive"; "attn_x_hs" or "segment_hs", which also average the attention of
     all layers that evict; or "kv_key", "kv_val" or "lag_kv", which need no hooks and let each layer evict for itself.
     layers: the layers of the two bands, by default the paper's, scaled to the depth of the model.
-    Other options, as in EpiKVConfig except bands and hidden_size: recent, window, chunk, keep_prompt (must be True for
-    policies with hooks), count_prompt, max_prompt; for "segment_hs" tau, sparsity_threshold, segments_by and edges,
-    which is required: `kvtwin.reference.thinkv.calibrate` computes it from the averaged sparsity or relative entropy.
+    Other options, as in EpiKVConfig except bands and hidden_size: recent, window, chunk, spread, keep_prompt (must be
+    True for policies with hooks), count_prompt, max_prompt; for "segment_hs" tau, sparsity_threshold, segments_by and
+    edges, which is required: `kvtwin.reference.thinkv.calibrate` computes it from the averaged sparsity or relative
+    entropy.
 
     The whole prompt is kept, so prompt + recent must fit the budget (ValueError), unless count_prompt=False gives the
     prompt slots of its own. With hooks, the first forward pass is the prompt, and every later pass must have one token:

@@ -12,8 +12,8 @@ class LongFlowCache(StateCache):
         model.set_attn_implementation("kvtwin")
         model.generate(ids, past_key_values=LongFlowCache(model.config, budget=1024))
 
-    Options, as in LongFlowConfig: per_head, protect_newest, sinks, window, kernel_size, check_finite. The slots are in
-    `cache.layers[i].state`, a `LongFlowState`. Other arguments, chunks, turns and errors: `StateCache`.
+    Options, as in LongFlowConfig: per_head, protect_newest, sinks, window, kernel_size, prefix_alone, check_finite. The
+    slots are in `cache.layers[i].state`, a `LongFlowState`. Other arguments, chunks, turns and errors: `StateCache`.
     """
 
     Config = LongFlowConfig

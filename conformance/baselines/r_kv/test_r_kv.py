@@ -202,6 +202,60 @@ def test_r_kv_the_pool_ends_before_the_window(side, twins, device):
     assert held(state) == [2, 3, 4, 6]
 
 
+ORDERS = pytest.mark.parametrize("order", r_kv.ORDERS)
+
+
+def after_a_step(module, device, order, query, key, budget, **options):
+    """What is held after a block of all tokens but the last, which evicts, and a step of the last, which evicts."""
+    state = new(module, device, budget, key.shape[2] - 1, window=1, order=order, **options)
+    feed(state, "block", query[:, :, :-1], key[:, :, :-1])
+    before = held(state)
+    feed(state, "steps", query[:, :, -1:], key[:, :, -1:])
+    return before, held(state)
+
+
+@SIDES
+@ORDERS
+def test_r_kv_pools_in_its_order(side, order, twins, device):
+    """Pooled, tokens 3 to 5 lead and token 1 follows, then token 6 was the window. The step attends to token 1 and less
+    to token 5: in the order 3, 4, 5, 1, 6, only token 3 has no important neighbour."""
+    key = rows([axis(token, 8.0) for token in range(8)], device)
+    query = torch.zeros_like(key)
+    query[:, :, 6, 4], query[:, :, 6, 0], query[:, :, 7, 1], query[:, :, 7, 5] = 8, 4, 8, 4
+    module = getattr(twins, side).baselines.r_kv
+    before, after = after_a_step(module, device, order, query, key, 5, kernel_size=3, mix_lambda=1.0)
+    assert before == [1, 3, 4, 5, 6]
+    assert after == ([1, 4, 5, 6, 7] if order == "score" else [1, 3, 5, 6, 7])
+
+
+@SIDES
+@ORDERS
+def test_r_kv_the_first_in_its_order_is_a_sink(side, order, twins, device):
+    """Tokens 0 and 2 have a similarity of 0.4, below the threshold, and the score of token 2 is the highest."""
+    a, b = math.sqrt(0.4), math.sqrt(0.6)
+    key = rows([[a, b], [a, 0.0, b], [a, 0.0, 0.0, b], axis(9), axis(10)], device)
+    query = torch.zeros_like(key)
+    query[:, :, 3, 3], query[:, :, 3, 1] = 40, 20
+    module = getattr(twins, side).baselines.r_kv
+    before, after = after_a_step(module, device, order, query, key, 3, kernel_size=1, mix_lambda=0.5)
+    assert before == [0, 2, 3]
+    assert after == ([2, 3, 4] if order == "score" else [0, 3, 4])
+
+
+@SIDES
+@ORDERS
+def test_r_kv_the_last_similar_token_in_its_order_is_exempt(side, order, twins, device):
+    """Tokens 0 to 2 are copies, and the scores of newer copies are higher. The last copy, the oldest in the order of
+    scores, and the one before it leave out a similarity."""
+    key = rows([axis(0), axis(0), axis(0), axis(3), axis(5), axis(6)], device)
+    query = torch.zeros_like(key)
+    query[:, :, 4, 0] = 8
+    module = getattr(twins, side).baselines.r_kv
+    before, after = after_a_step(module, device, order, query, key, 4, kernel_size=1, mix_lambda=0.5)
+    assert before == [0, 1, 2, 4]
+    assert after == ([0, 1, 4, 5] if order == "score" else [1, 2, 4, 5])
+
+
 @SIDES
 @HOW
 def test_r_kv_keeps_the_window(side, how, twins, device):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ....reference.epikv.contract import BANDS, POLICIES, EpiKVConfig
+from ....reference.epikv.contract import BANDS, POLICIES, SPREADS, EpiKVConfig
 from ...cases import draws, tiny
 from ...cases.case import DecodeCase
 from .. import lockstep
@@ -33,11 +33,11 @@ KEEPS_PROMPTS = True
 DECIDING = {"window": 5}
 #: Section 3.3, eq. 2 and 3, has the window. Section 2 classifies by sparsity; table 1 has "segment entropy".
 DEFAULTS = {
-    "policy": "epikv", "window": 64, "tau": 128, "chunk": 128, "recent": None, "keep_prompt": True,
-    "count_prompt": True, "max_prompt": 0, "bands": None, "hidden_size": None, "edges": None,
+    "policy": "epikv", "window": 64, "tau": 128, "chunk": 128, "spread": "deviation", "recent": None,
+    "keep_prompt": True, "count_prompt": True, "max_prompt": 0, "bands": None, "hidden_size": None, "edges": None,
     "sparsity_threshold": 0.01, "segments_by": "sparsity", "scale": None,
 }
-SAME = ("window", "chunk", "policy")
+SAME = ("window", "chunk", "spread", "policy")
 GROUPINGS = (
     {"policy": "lag_kv"}, {"policy": "kv_val"}, {"policy": "attn_x_hs"}, {"policy": "segment_hs", **SEGMENTS},
     {"policy": "segment_hs", **BY_ENTROPY},
@@ -55,6 +55,7 @@ VARIANTS = (
     *(variant(f"{policy}-and-padding-that-comes-last", {
         "policy": policy, "window": 7, **(SEGMENTS if policy == "segment_hs" else {}),
     }, padding="stairs_down", prompt=20, steps=9) for policy in BANDS),
+    variant("lag-of-variances", {"policy": "lag_kv", "spread": "variance"}, padding="random", prompt=20, steps=12),
     variant("segments-by-entropy", {"policy": "segment_hs", **BY_ENTROPY}, steps=12),
     variant("bands", {"policy": "band_adaptive", "bands": (1, 3), "recent": 2}, key_value_heads=2),
     variant("prompt-kept", {"keep_prompt": True, "count_prompt": False, "max_prompt": 14}, steps=12),
@@ -80,6 +81,7 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
         "chunk": draw(st.sampled_from((2, 1, 3, 7))),
         **({"count_prompt": False, "max_prompt": 300 if torch.cuda.is_available() else 24} if kept else
            {"keep_prompt": False}),
+        **({"spread": draw(st.sampled_from(SPREADS))} if policy == "lag_kv" else {}),
         **({**segments, "tau": draw(st.sampled_from((3, 1, 5)))} if segments else {}),
         **({"bands": draw(st.sampled_from(((2, 1), (1, 3))))} if policy == "band_adaptive" else {}),
     }
@@ -228,7 +230,7 @@ class Adapter(lockstep.Adapter):
         else:
             found = epikv_scores.vector_interval(
                 past["key"], past["value"], past["occupied"], policy=config.policy, window=config.window,
-                chunk=config.chunk,
+                chunk=config.chunk, spread=config.spread,
             )
         low, high = (end[:, -count:] for end in found)
         if self.prompt is None and config.keep_prompt and state.tokens_seen == count:

@@ -192,8 +192,9 @@ def variance_of(x: Tensor) -> Values:
     return Values(variance.mean(1)[:, None], off[:, None] * SLACK, there)
 
 
-def spread_interval(x: Tensor, low: Tensor, high: Tensor) -> Interval:
-    """Interval of `lag_spread`, [..., Hkv, n]: x [..., Hkv, n, D]; low, high [..., Hkv, D], exact.
+def spread_interval(x: Tensor, low: Tensor, high: Tensor, spread: str) -> Interval:
+    """Interval of `lag_spread`, [..., Hkv, n]: x [..., Hkv, n, D]; low, high [..., Hkv, D], exact. A variance is within
+    the squares of a deviation's ends, see `variance_of`.
 
     (x - low) and (high - low) round once each, then DIVISION; the rest is as for any deviation. Where rounding decides
     whether a channel's range exceeds the threshold (1e-6 itself is rounded), any spread is right.
@@ -207,12 +208,14 @@ def spread_interval(x: Tensor, low: Tensor, high: Tensor) -> Interval:
     found = deviation(normal, error, mask)
     off = found.sigma_error + 2 * DIVISION * found.sigma                                # terms are divided, not the sum
     open_ = open_.any(-1)[..., None]
-    return Interval(
-        (found.sigma - off).clamp_min(0).masked_fill(open_, 0), (found.sigma + off).masked_fill(open_, torch.inf)
-    )
+    power = 2 if spread == "variance" else 1
+    least, most = (found.sigma - off).clamp_min(0) ** power, (found.sigma + off) ** power
+    return Interval(least.masked_fill(open_, 0), most.masked_fill(open_, torch.inf))
 
 
-def lag_interval(key: Tensor, value: Tensor, occupied: Tensor, chunk: int) -> Interval:
+def lag_interval(
+    key: Tensor, value: Tensor, occupied: Tensor, chunk: int, spread: str = "deviation"
+) -> Interval:
     """Interval of `lag_kv`, [B, T]: key, value [B, Hkv, T, D] float64."""
     low, high = torch.zeros(2, *occupied.shape, dtype=torch.float64, device=key.device)
     for row, mask in enumerate(occupied):
@@ -221,7 +224,7 @@ def lag_interval(key: Tensor, value: Tensor, occupied: Tensor, chunk: int) -> In
         for start in range(chunk, len(tokens), chunk):
             here, before = tokens[start:start + chunk], tokens[start - chunk:start]
             parts = [
-                spread_interval(x[row][:, here], x[row][:, before].amin(1), x[row][:, before].amax(1))
+                spread_interval(x[row][:, here], x[row][:, before].amin(1), x[row][:, before].amax(1), spread)
                 for x in (key, value)
             ]
             total = [(parts[0][end] + parts[1][end]).mean(0) for end in (0, 1)]
@@ -230,11 +233,13 @@ def lag_interval(key: Tensor, value: Tensor, occupied: Tensor, chunk: int) -> In
     return Interval(low, high)
 
 
-def vector_interval(key: Tensor, value: Tensor, occupied: Tensor, *, policy: str, window: int, chunk: int) -> Interval:
+def vector_interval(
+    key: Tensor, value: Tensor, occupied: Tensor, *, policy: str, window: int, chunk: int, spread: str
+) -> Interval:
     """Intervals of the scores of a sequence's tokens, [B, T], for the policies that read keys and values."""
     key, value = (x.double().masked_fill(~occupied[:, None, :, None], 0) for x in (key, value))
     if policy == "lag_kv":
-        return lag_interval(key, value, occupied, chunk)
+        return lag_interval(key, value, occupied, chunk, spread)
     values = variance_of(key if policy == "kv_key" else value)._replace(there=occupied)
     found = rolled_interval(values, window, zscore=False)
     return Interval(found.low[:, 0], found.high[:, 0])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,10 +45,10 @@ from . import snapkv
 CASES = (DecodeCase, Fp8Case, PagedDecodeCase, PagedFp8Case)
 #: SnapKV for the prompt (section 4.1), as its authors run it. Eq. 3, i < t, protects the newest token.
 DEFAULTS = {
-    "window": 32, "kernel_size": 5, "protect_newest": True, "per_head": False, "sinks": 0, "check_finite": False,
-    "scale": None,
+    "window": 32, "kernel_size": 5, "prefix_alone": False, "protect_newest": True, "per_head": False, "sinks": 0,
+    "check_finite": False, "scale": None,
 }
-SAME = ("window", "kernel_size", "per_head", "check_finite")
+SAME = ("window", "kernel_size", "prefix_alone", "per_head", "check_finite")
 #: Options that change the shapes of a state.
 GROUPINGS = ({"per_head": True},)
 
@@ -58,6 +61,9 @@ VARIANTS = (
     variant("rows-with-fewer-tokens-than-sinks", {"sinks": 3, "window": 3}, budget=7, prompt=16, steps=9, batch=3),
     variant("wide-window-and-pool", {"window": 9, "kernel_size": 7}, prompt=24, padding="random", budget=12),
     variant("window-beyond-the-prompt", {"window": 32, "kernel_size": 1, "per_head": True}, prompt=20),
+    # Steep and wide, so that most rows would keep other tokens with the softmax over all.
+    variant("prompt-softmax-over-the-prefix", {"prefix_alone": True, "window": 12, "kernel_size": 1}, batch=8,
+            key_value_heads=2, prompt=60, padding="random", budget=36, steps=2, scale=1.5),
 )
 
 
@@ -191,16 +197,32 @@ def _decoding(made: type[Subject], name: str, cases: Any, *, paged: bool, **more
     )
 
 
+@dataclass(frozen=True)
+class PrefixAlone(Subject):
+    """`compress_prefill` with prefix_alone, which another implementation need not take."""
+
+    variant: str = "prefix_alone"
+    also: bool = True
+
+    def result(self, module: Any, inputs: dict[str, Any]) -> Any:
+        from ...harness.impl import Method, NotProvided
+
+        if isinstance(module, Method) and self.variant not in inspect.signature(getattr(module, self.name)).parameters:
+            raise NotProvided(f"{module}.{self.name} with {self.variant}")
+        return super().result(module, inputs)
+
+
+_COMPRESSION: dict[str, Any] = {
+    "name": "compress_prefill", "judge": snapkv.assert_compress_right, "numbers": ("key", "value"),
+    "choices": ("kept",), "aspects": snapkv.WINDOW_ASPECTS, "sized": "tokens",
+}
 SUBJECTS = (
     _decoding(Subject, "decode_attention", decode_cases, paged=False, recorded=recorded.decode_steps),
     _decoding(Fp8Subject, "decode_attention", fp8_cases, paged=False),
     _decoding(Subject, "paged_decode_attention", paged_decode_cases, paged=True),
     _decoding(Fp8Subject, "paged_decode_attention", paged_fp8_cases, paged=True),
-    Subject(
-        "compress_prefill", window_cases, snapkv.assert_compress_right, numbers=("key", "value"),
-        choices=("kept",), aspects=snapkv.WINDOW_ASPECTS, sized="tokens",
-        recorded=recorded.windows,
-    ),
+    Subject(cases=window_cases, recorded=recorded.windows, **_COMPRESSION),
+    PrefixAlone(cases=partial(window_cases, prefix_alone=True), **_COMPRESSION),
 )
 
 
@@ -232,7 +254,7 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     return {
         "budget": budget, "protect_newest": protect_newest, "sinks": draw(st.integers(0, max(0, min(3, spare)))),
         "per_head": draw(st.booleans()), "window": draw(st.integers(1, window)),
-        "kernel_size": draw(st.sampled_from((5, 1, 3, 7))),
+        "kernel_size": draw(st.sampled_from((5, 1, 3, 7))), "prefix_alone": draw(st.booleans()),
     }
 
 
@@ -260,7 +282,7 @@ class Adapter(lockstep.Adapter):
         sinks = occupied & (torch.arange(tokens, device=occupied.device) < self.sink_end[:, None])
         case = WindowCase.of(
             observers, prompt["key"], prompt["value"], budget=target, kernel_size=config.kernel_size,
-            occupied=occupied, protected=sinks, scale=config.scale,
+            occupied=occupied, protected=sinks, scale=config.scale, prefix_alone=config.prefix_alone,
         )
         # The prompt is compressed for all heads together, even if each head evicts alone later.
         kept, right = (_shared(state.positions)[:, :target] for state in (tested, reference))

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn import functional
 
 from ....reference import attention as eager
 from ....reference.baselines import r_kv
@@ -23,8 +22,8 @@ from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
 
 DEFAULTS = {
-    "window": 8, "kernel_size": 7, "mix_lambda": 0.1, "threshold": 0.5, "exempts_first": True, "interval": 1,
-    "block_size": 128, "scale": None,
+    "window": 8, "kernel_size": 7, "mix_lambda": 0.1, "threshold": 0.5, "exempts_first": True, "order": "position",
+    "interval": 1, "block_size": 128, "scale": None,
 }
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 LAWS: Sequence[dict[str, Any]] = ({"interval": 3, "block_size": 5},)
@@ -37,6 +36,11 @@ VARIANTS = (
     variant("redundancy-alone", {"mix_lambda": 0.0, "exempts_first": False}, turns=((3, 2),)),
     variant("wide-window-and-pool", {"window": 4, "kernel_size": 5, "mix_lambda": 0.7}, budget=9, padding="random"),
     variant("low-threshold-and-interval", {"threshold": 0.1, "interval": 2, "window": 9}, steps=9),
+    variant("order-of-scores", {"order": "score", "mix_lambda": 0.5}, budget=8, prompt=20, steps=12),
+    variant("order-of-scores-and-interval", {"order": "score", "interval": 3, "threshold": 0.1, "block_size": 4},
+            budget=9, steps=12, turns=((5, 4),)),
+    variant("order-of-scores-in-several-tiles", {"order": "score", "kernel_size": 5, "mix_lambda": 0.7}, **ONE,
+            budget=40, prompt=75, steps=6),
 )
 GROUPINGS = ({"interval": 3},)
 SCORES_WHEN_DUE = True
@@ -46,6 +50,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "a window beyond the budget": {"budget": 5, "block_size": 3, "window": 9, "kernel_size": 1},
     "redundancy alone": {"budget": 6, "block_size": 4, "window": 2, "mix_lambda": 0.0, "exempts_first": False},
     "once in four tokens": {"budget": 5, "block_size": 3, "window": 2, "kernel_size": 3, "interval": 4},
+    "order of scores": {"budget": 7, "block_size": 2, "window": 2, "kernel_size": 3, "order": "score"},
 }
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "window": 0}, ValueError, "window must be at least 1"),
@@ -53,6 +58,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "mix_lambda": 1.5}, ValueError, "mix_lambda must be from 0 to 1"),
     ({"budget": 4, "threshold": -0.1}, ValueError, "threshold must be from 0 to 1"),
     ({"budget": 4, "exempts_first": 1}, TypeError, "exempts_first must be a bool"),
+    ({"budget": 4, "order": "age"}, ValueError, "order must be one of position, score"),
     ({"budget": 4, "interval": 0}, ValueError, "interval must be at least 1"),
 ]
 _NOT_NUMBERS = (True, "0.1", None, torch.tensor(0.1))
@@ -63,6 +69,8 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("threshold", _NOT_NUMBERS, TypeError, "threshold must be a float"),
     ("threshold", (-0.1, 1.5, float("inf")), ValueError, "threshold must be from 0 to 1, got"),
     ("exempts_first", (0, 1, None, "yes"), TypeError, "exempts_first must be a bool"),
+    ("order", (True, None, 1), TypeError, "order must be a str"),
+    ("order", ("", "Score", "scores"), ValueError, "order must be one of position, score, got"),
     *blocks.INTERVAL_NUMBERS,
 ]
 #: A max pool gives neighbours the same importance, so that with a share of 1 nothing decides between them.
@@ -81,8 +89,27 @@ def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
         "kernel_size": draw(st.sampled_from((3, 1, 5, 7))),
         "mix_lambda": draw(st.sampled_from(draws.plain_among(LAMBDAS, UNEQUAL))),
         "threshold": draw(st.sampled_from((0.5, 0.2, 0.8, 0.0, 1.0))), "exempts_first": draw(st.booleans()),
-        "interval": draw(blocks.INTERVALS),
+        "order": draw(st.sampled_from(r_kv.ORDERS)), "interval": draw(blocks.INTERVALS),
     }
+
+
+# The order of tokens --------------------------------------------------------------------------------------------------
+
+
+def surely_before(chunk: Chunk) -> Tensor:
+    """Whether the token in slot i comes before that in slot j whatever was rounded, [B, Hkv, S, S] bool at [..., i, j].
+
+    Two scores of the last eviction whose intervals overlap leave their order open, and so do equal ones.
+    """
+    occupied, positions = chunk.before["occupied"], chunk.before["positions"]
+    both = occupied[..., :, None] & occupied[..., None, :]
+    older = positions[..., :, None] < positions[..., None, :]
+    if chunk.reference.config.order == "position":
+        return both & older
+    earlier = chunk.reference._earlier.double()                                           # +inf: not scored then
+    low, high, fresh = earlier - chunk.previous_error, earlier + chunk.previous_error, earlier == torch.inf
+    either = torch.where(fresh[..., :, None], older, low[..., :, None] > high[..., None, :])
+    return both & torch.where(fresh[..., :, None] == fresh[..., None, :], either, fresh[..., None, :])
 
 
 # Similarities --------------------------------------------------------------------------------------------------------
@@ -117,23 +144,20 @@ def mean_interval(chunk: Chunk) -> Interval:
     and differences of at most 2 n terms: gamma(2 n + 4); the bounds of the similarities count twice, since a term may
     be added and subtracted again; one division.
     """
-    config, occupied, positions = chunk.reference.config, chunk.before["occupied"], chunk.before["positions"]
+    config, occupied, before = chunk.reference.config, chunk.before["occupied"], surely_before(chunk)
     found, error = similarity(chunk)
     both = occupied[..., :, None] & occupied[..., None, :]
     both &= ~torch.eye(chunk.slots, dtype=torch.bool, device=found.device)
     margin = error + UNIT * config.threshold * SLACK
     certain = both & (found - margin > config.threshold)
     possible = both & (found + margin > config.threshold)
-    at = positions[..., None, :]
-    latest = at.where(certain, -1).amax(-1, keepdim=True)                                 # [B, Hkv, S, 1]
-    candidate = possible & (at >= latest)
-    if config.exempts_first:                     # the oldest token's own row may be exempt at itself: nothing changes
-        oldest = positions.masked_fill(~occupied, torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
-        is_oldest = torch.zeros_like(occupied).scatter(-1, oldest, True)[..., None, :] & both
-        candidate = candidate | ((latest < 0) & is_oldest)
-        no_other = (latest < 0) & torch.zeros_like(occupied).scatter(-1, oldest, True)[..., None]
-    else:
-        no_other = latest < 0                                                             # or no exemption
+    # A candidate surely comes before no token that is certainly similar. Counts of tokens are exact in float32.
+    candidate = possible & (certain.float() @ before.float().mT == 0)
+    no_other = ~certain.any(-1, keepdim=True)                                             # or no exemption
+    if config.exempts_first:                     # the first token's own row may be exempt at itself: nothing changes
+        first = occupied & ~before.any(-2)
+        candidate = candidate | (no_other & first[..., None, :] & both)
+        no_other = no_other & first[..., None]
     options = candidate.sum(-1, keepdim=True) + no_other
     left_out = found.where(candidate, 0)
     known = left_out.where(options == 1, 0).sum(-2)                                       # [B, Hkv, S]
@@ -183,23 +207,28 @@ def window_attention(chunk: Chunk) -> Attention:
 
 def importance_interval(chunk: Chunk) -> Interval:
     """Interval of the computed pooled importance, [B, Hkv, S]; -inf in the window. `received_error`, and one division
-    by the number of queries. A maximum does not round."""
+    by the number of queries. A maximum does not round: it is at least that of the sure neighbours, and at most that of
+    the possible ones."""
     state, before = chunk.reference, chunk.before
     attention = window_attention(chunk)
     observing = (state._window_positions >= 0).sum(-1).clamp_min(1)[:, None, None]
     error = received_error(attention, chunk.allowed)
     received = attention.weight.sum(2)
     error = (error + DIVISION * (received + error)) * SLACK / observing
-    window = before["positions"] >= state.tokens_seen - state.config.observers
-    place = before["positions"].sort(dim=-1, stable=True).indices
-    size = state.config.kernel_size
+    prefix = before["occupied"] & (before["positions"] < state.tokens_seen - state.config.observers)
+    earlier = surely_before(chunk) & prefix[..., :, None] & prefix[..., None, :]
+    first, last = earlier.sum(-2), prefix.sum(-1, keepdim=True) - 1 - earlier.sum(-1)     # possible places
+    apart = last[..., :, None] - first[..., None, :]                                      # at most; negative: at least
+    same, reach = torch.eye(chunk.slots, dtype=torch.bool, device=apart.device), state.config.kernel_size // 2
 
-    def pooled(value: Tensor) -> Tensor:
-        in_order = value.masked_fill(window | ~before["occupied"], -torch.inf).gather(-1, place)
-        in_order = functional.max_pool1d(in_order, size, stride=1, padding=size // 2)
-        return torch.empty_like(value).scatter(-1, place, in_order)
+    def pooled(value: Tensor, near: Tensor) -> Tensor:
+        value = value[..., None, :].where(near & prefix[..., None, :], -torch.inf).amax(-1)
+        return value.masked_fill(~prefix, -torch.inf)
 
-    return Interval(pooled((received / observing - error).clamp_min(0)), pooled(received / observing + error))
+    sure = same | (torch.maximum(apart, apart.mT) <= reach)
+    possible = same | (torch.maximum(-apart, -apart.mT) <= reach)
+    low, high = (received / observing - error).clamp_min(0), received / observing + error
+    return Interval(pooled(low, sure), pooled(high, possible))
 
 
 class Model(block_model.Head):
@@ -207,12 +236,12 @@ class Model(block_model.Head):
     """
 
     def finish(self, over_budget: bool, arrived: range) -> None:
+        for token in self.tokens:
+            token.score = math.inf if token.position in arrived else token.score
         if not over_budget:
-            for token in self.tokens:
-                token.score = math.inf if token.position in arrived else token.score
             return
         repeated = self.repeated()
-        prefix = [token.position for token in self._by_age() if token.position < self.seen - self.config.observers]
+        prefix = [token.position for token in self._in_order() if token.position < self.seen - self.config.observers]
         important = self.important(prefix)
         share, reach = self.config.mix_lambda, self.config.kernel_size // 2
         for token in self.tokens:
@@ -222,12 +251,15 @@ class Model(block_model.Head):
                 near = max(important[position] for position in prefix[max(0, at - reach):at + reach + 1])
                 token.score = share * near - (1 - share) * repeated[token.position]
 
-    def _by_age(self) -> list[block_model.Token]:
-        return sorted(self.tokens, key=lambda token: token.position)
+    def _in_order(self) -> list[block_model.Token]:
+        by_age = sorted(self.tokens, key=lambda token: token.position)
+        if self.config.order == "position":
+            return by_age
+        return sorted(by_age, key=lambda token: math.inf if token.score == math.inf else -token.score)
 
     def repeated(self) -> dict[int, float]:
         """R by position."""
-        tokens = self._by_age()
+        tokens = self._in_order()
         units = []
         for token in tokens:
             norm = math.hypot(*token.key) + r_kv.EPSILON

@@ -94,7 +94,7 @@ def assert_score_right(
     actual: Tensor, case: WindowCase, *, shared_heads: bool, allowed: Arithmetic | None = None
 ) -> None:
     """actual: `snapkv.window_score(**case.score_inputs, shared_heads=...)`."""
-    truth = snapkv.window_score(**upcast_all(case.score_inputs), shared_heads=shared_heads)
+    truth = snapkv.score_prompt(**upcast_all(case.score_inputs), shared_heads=shared_heads)
     bound = score_bound(case, shared_heads=shared_heads, allowed=allowed)
     assert_within(actual, truth, bound, what="window score")
 
@@ -105,7 +105,7 @@ def assert_compress_right(
     """actual: `snapkv.compress(**case.snapkv_inputs, shared_heads=...)`, or `longflow.compress_prefill(**case.inputs)`
     (shared heads): key and value bit by bit what `kept` says, and kept a right choice."""
     key, value, kept = actual
-    truth = snapkv.compress(**upcast_all(case.snapkv_inputs), shared_heads=shared_heads)
+    truth = snapkv.compress_prompt(**upcast_all(case.snapkv_inputs), shared_heads=shared_heads)
     verdict = undecided()
     with field("kept"):
         verdict = assert_kept_right(kept, truth.kept, case, shared_heads=shared_heads, allowed=allowed)
@@ -142,7 +142,7 @@ def _window_subjects(*, shared_heads: bool) -> Iterator[Subject]:
 
 def score_interval(case: WindowCase, *, shared_heads: bool, allowed: Arithmetic | None = None) -> Interval:
     """Interval of the computed window score of each token."""
-    truth = snapkv.window_score(**upcast_all(case.score_inputs), shared_heads=shared_heads)
+    truth = snapkv.score_prompt(**upcast_all(case.score_inputs), shared_heads=shared_heads)
     bound = score_bound(case, shared_heads=shared_heads, allowed=allowed)
     return Interval(truth - bound, truth + bound)
 
@@ -302,6 +302,8 @@ def replay(case: Case, module: Any) -> Iterator[str]:
         yield from blocks.replay_attend(case, module, "snapkv", snapkv.attend, attend_error)
         return
     assert isinstance(case, WindowCase)
+    if case.prefix_alone:  # LongFlow's
+        return
     for shared in (True, False):
         assert_score_right(module.window_score(**case.score_inputs, shared_heads=shared), case, shared_heads=shared)
         assert_compress_right(

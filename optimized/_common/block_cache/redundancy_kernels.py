@@ -72,17 +72,26 @@ def _largest_logits(
     return tl.where(asks[:, None], largest, float("-inf"))
 
 
+@triton.jit
+def _last_score(score, s, holds, capacity):
+    """The scores of the last time; -inf for tokens that were not scored then (+inf) or came later."""
+    last = tl.load(score + s, mask=holds & (s < capacity), other=float("-inf"))
+    return tl.where(last == float("inf"), float("-inf"), last)
+
+
 _SIZES = ["capacity", "end", "slots", "heads", "window", "parts_w"]
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def prepare_kernel(
     query, window_positions, key, occupied, token_index, valid_seen, counts, factors, inverses, age, by_age, left_out,
-    parts, scale, capacity, end, slots, heads, window, parts_w,
+    parts, score, scale, capacity, end, slots, heads, window, parts_w,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
+    BY_SCORE: tl.constexpr,
 ):
     """Program (TILE tokens i, batch_head). factors: see `_factors`; inverses: what makes a key, times its factor,
-    k / (||k|| + EPSILON). age: the number of older tokens; by_age: the slot of each age. left_out: set to 0. parts: the
+    k / (||k|| + EPSILON). age: the number of older tokens, or, BY_SCORE, of those before the token in the order of
+    `score`, of the last time, which is None otherwise; by_age: the slot of each age. left_out: set to 0. parts: the
     maximum of each window query's logits over the tile's tokens before the window, and the sum of the exponentials
     relative to it."""
     tiles = tl.cdiv(end, TILE)
@@ -109,7 +118,12 @@ def prepare_kernel(
         j = start + tl.arange(0, TILE)
         there = tl.load(occupied + at + j, mask=j < end, other=0) != 0
         other_index = tl.load(token_index + at + j, mask=there, other=_NEVER)
-        older += tl.where(other_index[None, :] < index[:, None], 1, 0)
+        earlier = other_index[None, :] < index[:, None]
+        if BY_SCORE:
+            own, other = _last_score(score + at, i, holds, capacity), _last_score(score + at, j, there, capacity)
+            higher = other[None, :] > own[:, None]
+            earlier = there[None, :] & (higher | ((other[None, :] == own[:, None]) & earlier))
+        older += tl.where(earlier, 1, 0)
     place = tl.sum(older, 1)
     tl.store(age + at + i, place, mask=i < end)
     tl.store(by_age + at + place, i, mask=holds)
