@@ -26,6 +26,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 DEVICES = ("cpu", "cuda")
 #: The values of each convention; the first is kvtwin's.
+#: Arguments for what released code does where its paper says otherwise or nothing, and the value that every
+#: implementation is tested with. Code that follows the paper need not know the others.
+READINGS = {"prefix_alone": (False,), "order": ("position",), "spread": ("deviation",)}
 CONVENTIONS = {"ties": ("lowest", "any"), "slot_order": ("fixed", "any"), "free_score": ("-inf", "any")}
 
 
@@ -44,7 +47,8 @@ class Capabilities:
     - per_head: which choices it makes: one per KV head (True), one for all KV heads of a row (False).
     - contiguous_only: it takes contiguous tensors alone.
     - devices: "cpu", "cuda".
-    - options: the supported values of further arguments, by name: {"kernel_size": (5,)}.
+    - options: the supported values of further arguments, by name: {"kernel_size": (5,)}. Those of `READINGS` are not
+      tested unless they are declared here.
 
     Conventions:
 
@@ -115,7 +119,7 @@ class Capabilities:
             if one.name in CONVENTIONS or one.name in ("options", "validates_arguments") or value == one.default:
                 continue
             lines.append(f"{one.name} = {_shown(value)}")
-        lines += [f"{name} = {_shown(values)}" for name, values in self.options.items()]
+        lines += [f"{name} = {_shown(values)}" for name, values in self.options.items() if READINGS.get(name) != values]
         return lines
 
     def conventions(self) -> list[str]:
@@ -183,13 +187,18 @@ def find(*places: Any) -> Capabilities:
     return DEFAULT
 
 
+def of_others(found: Capabilities) -> Capabilities:
+    """What an implementation supports that declares this, and is not kvtwin's."""
+    return dataclasses.replace(found, options={**READINGS, **found.options})
+
+
 def refusal(capabilities: Capabilities, arguments: Mapping[str, Any]) -> str | None:
     """The first capability that the arguments of a call are outside of; None if they are inside of all.
 
     arguments: those of a method's function, or of a state's constructor, `prefill` or `step`, by parameter name. Wrong
     ones, which have no such sizes, are left to the implementation.
     """
-    if not capabilities.outside():
+    if not (capabilities.options or capabilities.outside()):
         return None
     try:
         facts = dict(_of_sizes(arguments)) | dict(_of_tensors(arguments)) | dict(_of_options(arguments))

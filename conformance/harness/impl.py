@@ -151,7 +151,7 @@ class Facade:
         found = self._method(name)
         if found is MISSING:
             raise NotProvided(f"{self._name}.{pair.path}")
-        return Method(f"{self._name}.{pair.path}", found, pair, capabilities.find(found, *self._places), self.guard)
+        return Method(f"{self._name}.{pair.path}", found, pair, self._declared(found, *self._places), self.guard)
 
     def _method(self, name: str) -> Any:
         """Their module for a method; MISSING if there is none."""
@@ -173,7 +173,11 @@ class Facade:
         Raises TypeError if the declaration is not a `Capabilities`.
         """
         found = self.module(method)
-        return capabilities.find(*(() if found is MISSING else (found,)), *self._all_places())
+        return self._declared(*(() if found is MISSING else (found,)), *self._all_places())
+
+    def _declared(self, *places: Any) -> Capabilities:
+        found = capabilities.find(*places)
+        return found if self._name in (discovery.REFERENCE, discovery.OPTIMIZED) else capabilities.of_others(found)
 
     def module(self, method: str) -> Any:
         """Their module or attribute for a method, in the package or in its ``baselines``; MISSING if there is none."""

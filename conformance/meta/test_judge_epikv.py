@@ -83,11 +83,12 @@ def test_bounds_of_variances_and_spreads_hold_and_are_not_loose(shift):
     assert 0.01 < used <= 1
     low, high = x[:, :, :10].amin(2), x[:, :, :10].amax(2)
     normal = (x[:, :, 10:] - low[:, :, None]) / (high - low)[:, :, None]
-    spread = (in_any_order((normal - (in_any_order(normal, order) / 16)[..., None]).square(), order) / 16).sqrt()
-    interval = judge.spread_interval(x[:, :, 10:].double(), low.double(), high.double())
-    epikv.assert_inside(spread, interval, what="spread")
-    middle = (interval.low + interval.high) / 2
-    assert float(((spread.double() - middle).abs() / (interval.high - middle)).max()) > 0.01
+    squares = in_any_order((normal - (in_any_order(normal, order) / 16)[..., None]).square(), order) / 16
+    for which, spread in (("variance", squares), ("deviation", squares.sqrt())):
+        interval = judge.spread_interval(x[:, :, 10:].double(), low.double(), high.double(), which)
+        epikv.assert_inside(spread, interval, what=which)
+        middle = (interval.low + interval.high) / 2
+        assert float(((spread.double() - middle).abs() / (interval.high - middle)).max()) > 0.01
 
 
 def test_a_threshold_is_open_where_rounding_decides():

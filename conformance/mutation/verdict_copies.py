@@ -23,6 +23,14 @@ PACKAGE = "kvtwin_mutant"
 SIDES = ("optimized", "reference")
 IGNORED = ("__pycache__", "hf")  # not copied: no verdict calls the caches for transformers
 
+#: Appended to the package: kvtwin's own code has what other implementations must declare.
+ALL_READINGS = """
+
+from kvtwin.conformance import Capabilities
+CAPABILITIES = Capabilities(options={
+    "prefix_alone": (False, True), "order": ("position", "score"), "spread": ("deviation", "variance"),
+})
+"""
 #: Classes of arguments, beside the configurations: a test makes one of them for both sides.
 SHARED = ("HeadClusters", "Pages", "Quantized", "Thought")
 
@@ -144,6 +152,8 @@ def copy(side: str, folder: Path, root: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         text = rewritten(file.read_text(encoding="utf-8"), f"{side}/{inner.as_posix()}")
         target.write_text(text, encoding="utf-8")
+    with (root / PACKAGE / "__init__.py").open("a", encoding="utf-8") as file:
+        file.write(ALL_READINGS)
 
 
 def mutated(mutant: Mutant, source: str, pristine: Path, root: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -197,21 +195,6 @@ def _decoding(made: type[Subject], name: str, cases: Any, *, paged: bool, **more
     )
 
 
-@dataclass(frozen=True)
-class PrefixAlone(Subject):
-    """`compress_prefill` with prefix_alone, which another implementation need not take."""
-
-    variant: str = "prefix_alone"
-    also: bool = True
-
-    def result(self, module: Any, inputs: dict[str, Any]) -> Any:
-        from ...harness.impl import Method, NotProvided
-
-        if isinstance(module, Method) and self.variant not in inspect.signature(getattr(module, self.name)).parameters:
-            raise NotProvided(f"{module}.{self.name} with {self.variant}")
-        return super().result(module, inputs)
-
-
 _COMPRESSION: dict[str, Any] = {
     "name": "compress_prefill", "judge": snapkv.assert_compress_right, "numbers": ("key", "value"),
     "choices": ("kept",), "aspects": snapkv.WINDOW_ASPECTS, "sized": "tokens",
@@ -222,7 +205,7 @@ SUBJECTS = (
     _decoding(Subject, "paged_decode_attention", paged_decode_cases, paged=True),
     _decoding(Fp8Subject, "paged_decode_attention", paged_fp8_cases, paged=True),
     Subject(cases=window_cases, recorded=recorded.windows, **_COMPRESSION),
-    PrefixAlone(cases=partial(window_cases, prefix_alone=True), **_COMPRESSION),
+    Subject(cases=partial(window_cases, prefix_alone=True), variant="prefix_alone", also=True, **_COMPRESSION),
 )
 
 

@@ -25,7 +25,7 @@ class Decode:
         logit = logit.masked_fill(~held[:, :, None], -INF)
         weight, output = self.attend(logit, v, query.dtype)
         output = output.flatten(1, 2).to(query.dtype)
-        size = v.abs().mean(-1)[:, :, None]
+        size = v.abs().contiguous().mean(-1)[:, :, None]
         score, rank = self.scores(logit, weight, size, (2,) if per_head else (1, 2))
         held = held if per_head else held[:, 0]
         spared = torch.zeros_like(held) if protected is None else protected
@@ -37,8 +37,9 @@ class Decode:
         return key.double().masked_fill(free, 0), value.double().masked_fill(free, 0)
 
     def logits(self, query: Tensor, key: Tensor) -> Tensor:
-        # Not a matrix product: the order in which BLAS adds may depend on the slot, and equal keys must tie.
-        return (query.unflatten(1, (key.shape[1], -1))[:, :, :, None] * key[:, :, None]).sum(-1)
+        # Not a matrix product: the order in which BLAS adds may depend on the slot, and equal keys must tie. So may the
+        # order of a sum over channels that are not next to each other in memory.
+        return (query.unflatten(1, (key.shape[1], -1))[:, :, :, None] * key[:, :, None]).contiguous().sum(-1)
 
     def attend(self, logit: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Weights [B, Hkv, G, S] and outputs [B, Hkv, G, D]. dtype: the inputs'."""
@@ -241,7 +242,7 @@ class Fused(Decode):
         mask = held.repeat_interleave(group, 1)[:, :, None]
         k, v = (tensor.masked_fill(~held[..., None], 0).float().repeat_interleave(group, 1) for tensor in (key, value))
         output = torch.nn.functional.scaled_dot_product_attention(
-            query.float()[:, :, None], k, v, attn_mask=mask, scale=options.get("scale")
+            query.float()[:, :, None].contiguous(), k.contiguous(), v.contiguous(), attn_mask=mask, scale=options.get("scale")
         )
         empty = ~mask.any(-1, keepdim=True)
         return {"output": output.masked_fill(empty, 0)[:, :, 0].to(query.dtype), "score": score, "slot": slot}

@@ -17,14 +17,14 @@ def _of_head(query: Tensor, key: Tensor, value: Tensor, held: Tensor, scale: flo
     """query [G, D]; key, value [S, D]; held [S] bool. Returns output [G, D], and of each query head the scores [G, S]
     and their logarithms."""
     key, value = key.where(held[:, None], 0), value.where(held[:, None], 0)
-    logit = (query[:, None] * key).sum(-1) * scale
+    logit = (query[:, None] * key).contiguous().sum(-1) * scale  # in the same order for each token
     logit = logit.where(held, -torch.inf)
     top = logit.amax(-1, keepdim=True)
     finite = top.where(top > -torch.inf, 0)
     weight = (logit - finite).exp()
     total = weight.sum(-1, keepdim=True)
     total = total.where(total > 0, 1)
-    size = value.abs().mean(-1)
+    size = value.abs().contiguous().mean(-1)
     log_score = logit.double() - finite - total.double().log() + size.double().log()
     return (weight / total) @ value, weight / total * size, log_score
 
