@@ -16,8 +16,8 @@ from ..inputs import Unrotated, blocks, double, hidden, layer, repeated, state, 
 
 LAYERS, HEADS, QUERY_HEADS, HEAD_DIM, STEPS = 4, 2, 4, 16, 30
 MODEL = {
-    "apply_rotary_pos_emb": unrotated, "repeat_kv": repeated, "List": list, "Union": Union, "BaseModelOutputWithPast": object,
-    "Cache": object,
+    "apply_rotary_pos_emb": unrotated, "repeat_kv": repeated, "List": list, "Union": Union,
+    "BaseModelOutputWithPast": object, "Cache": object,
 }
 STAND_INS = {
     "transformers.models.llama.modeling_llama": MODEL, "transformers.models.llama.configuration_llama": {},

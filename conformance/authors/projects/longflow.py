@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....reference.longflow import LongFlowConfig, LongFlowState
+from .. import released_baselines
 from ..checkout import Checkout, Project
 from ..comparison import Comparison, Kept, Outputs, at_positions, held
 from ..inputs import blocks, repeated, state, tokens
@@ -35,6 +36,11 @@ def compare(checkout: Checkout) -> Iterator[Comparison]:
         ("longflow.newest-token",), under, "protect_newest=False",
     )
     yield Comparison("outputs of steps, under the same options", "numbers", outputs)
+    caches = {
+        name: getattr(checkout.load(f"models.{file}", bare=("models",), stand_ins=STAND_INS), name)
+        for name, file in (("H2OCache", "h2o"), ("VATPCache", "vatp"))
+    }
+    yield from released_baselines.compare(caches)
 
 
 def prompts(module: ModuleType) -> Comparison:
@@ -93,5 +99,5 @@ def waits(kept: Tensor, cached: Tensor, slot: Tensor, key: Tensor) -> Tensor:
 
 PROJECT = Project(
     "https://github.com/yisunlp/LongFLow", "89a68d30ea28857fc8e1b229544a2cc23f52a43e",
-    ("models/ours.py", "triton_kernel/attention.py"), compare,
+    ("models/ours.py", "models/h2o.py", "models/vatp.py", "triton_kernel/attention.py"), compare,
 )
