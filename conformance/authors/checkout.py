@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 from .comparison import Comparison
 
+#: Modules by name, with what they have.
+StandIns = Mapping[str, Mapping[str, Any]]
 #: In a folder without .git, such as an unpacked archive, the file that has the commit.
 COMMIT_FILE = "COMMIT"
 
@@ -58,9 +60,8 @@ class Checkout:
         return stated.read_text(encoding="utf-8").strip() if stated.is_file() else ""
 
     def load(
-        self, module: str, *, root: str = "", stand_ins: Mapping[str, Mapping[str, Any]] | None = None,
-        bare: Iterable[str] | Mapping[str, Mapping[str, Any]] = (),
-    ) -> ModuleType:
+        self, module: str, *, root: str = "", stand_ins: StandIns | None = None, bare: Iterable[str] | StandIns = (),
+    ) -> Any:
         """Import `module` of the checkout, from its folder `root`.
 
         stand_ins: modules by name, with what they have; whatever else is imported from them, or from modules below
@@ -75,9 +76,7 @@ class Checkout:
 
 
 @contextmanager
-def _imports(
-    start: Path, stand_ins: Mapping[str, Mapping[str, Any]], bare: Mapping[str, Mapping[str, Any]]
-) -> Iterator[None]:
+def _imports(start: Path, stand_ins: StandIns, bare: StandIns) -> Iterator[None]:
     wrote = sys.dont_write_bytecode
     own = {path.stem for path in start.iterdir() if path.is_dir() or path.suffix == ".py"}
     tops = {name.partition(".")[0] for name in stand_ins} - own
@@ -106,8 +105,6 @@ def _imports(
 class _StandIn(ModuleType):
     """A module that has what it was given, and an empty class for any other name."""
 
-    __path__: ClassVar[list[str]] = []
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -120,7 +117,7 @@ class _StandIns:
     """Finds the stand-ins, before any installed package of these names. A package that the checkout has itself stays,
     but for the modules that are given."""
 
-    def __init__(self, tops: set[str], given: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, tops: set[str], given: StandIns) -> None:
         self.tops, self.given = tops, given
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:

@@ -31,9 +31,12 @@ class Count:
         self.differ += int((~same).sum())
 
 
+@dataclass
 class Kept(Count):
     """Tokens that stay or go. At each eviction, of either cache, the tokens that were in either before it, and new
     ones, count."""
+
+    _held: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.bool), repr=False)
 
     def add_held(self, theirs: Tensor, ours: Tensor, first: int, end: int) -> None:
         """theirs, ours [..., T] bool: what the caches hold after the block of tokens `first` to end - 1; first = 0
@@ -67,9 +70,9 @@ class Outputs(Count):
         for name in ("key", "value", "positions", "occupied"):
             setattr(seen, name, state._before[name])
         end = state.config.capacity + 1
-        compared = seen._compared(query, end)
+        asks, keys = seen._compared(query, end)
         occupied = seen.occupied[..., :end]
-        self.add_attention(theirs.view(ours.shape), ours, *compared, seen.value[:, :, :end], occupied)
+        self.add_attention(theirs.view(ours.shape), ours, asks, keys, seen.value[:, :, :end], occupied)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....reference.baselines import _cake, cake
-from ..checkout import Checkout, Project
+from ..checkout import Checkout, Project, StandIns
 from ..comparison import Comparison, Count, Kept, at_positions, held
 from ..inputs import Unrotated, blocks, double, hidden, layer, repeated, state, tokens, unrotated
 
@@ -19,7 +19,7 @@ MODEL = {
     "apply_rotary_pos_emb": unrotated, "repeat_kv": repeated, "List": list, "Union": Union,
     "BaseModelOutputWithPast": object, "Cache": object,
 }
-STAND_INS = {
+STAND_INS: StandIns = {
     "transformers.models.llama.modeling_llama": MODEL, "transformers.models.llama.configuration_llama": {},
     "transformers.modeling_flash_attention_utils": {"_flash_attention_forward": lambda query, *_, **__: query},
 }

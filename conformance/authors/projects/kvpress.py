@@ -15,7 +15,7 @@ from ....reference import keydiff
 from ....reference.attention import INF
 from ....reference.baselines import lag_kv, snapkv, streaming_llm, tova
 from ....reference.selection import top_k
-from ..checkout import Checkout, Project
+from ..checkout import Checkout, Project, StandIns
 from ..comparison import Comparison, Count, at_positions
 from ..inputs import repeated, rotate_half, state, tokens
 
@@ -24,7 +24,7 @@ PRESSES = {
     "ScorerPress": "scorer", "KeyDiffPress": "keydiff", "SnapKVPress": "snapkv", "TOVAPress": "tova",
     "StreamingLLMPress": "streaming_llm", "LagKVPress": "lagkv",
 }
-STAND_INS = {
+STAND_INS: StandIns = {
     "transformers": {}, "transformers.models.llama.modeling_llama": {"rotate_half": rotate_half, "repeat_kv": repeated}
 }
 HEADS, QUERY_HEADS = 2, 8

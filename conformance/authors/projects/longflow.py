@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ....reference.longflow import LongFlowConfig, LongFlowState
 from .. import released_baselines
-from ..checkout import Checkout, Project
+from ..checkout import Checkout, Project, StandIns
 from ..comparison import Comparison, Kept, Outputs, at_positions, held
 from ..inputs import blocks, repeated, state, tokens
 
 HEADS, QUERY_HEADS, HEAD_DIM, STEPS = 2, 4, 16, 40
-STAND_INS = {
+STAND_INS: StandIns = {
     "transformers.utils": {"logging": SimpleNamespace(get_logger=logging.getLogger)},
     "transformers.models.qwen3.modeling_qwen3": {"repeat_kv": repeated},
 }

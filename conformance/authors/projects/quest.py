@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from ....reference.attention import per_query_head
 from ....reference.baselines.quest import QuestConfig, QuestState, page_bounds, page_scores, select_pages
-from ..checkout import Checkout, Project
+from ..checkout import Checkout, Project, StandIns
 from ..comparison import Comparison, Count, Outputs, at_positions
 from ..inputs import ListCache, hidden, layer, repeated, state, tokens, unrotated
 
 HEADS, QUERY_HEADS, HEAD_DIM = 2, 8, 16
-STAND_INS = {
+STAND_INS: StandIns = {
     "transformers.models.llama.modeling_llama": {"apply_rotary_pos_emb": unrotated, "repeat_kv": repeated},
     "transformers.cache_utils": {"DynamicCache": ListCache},
     "transformers.models.mistral.modeling_mistral": {},
@@ -77,25 +78,22 @@ def run(
             ours = each.step(*(tensor[:, :, 0] for tensor in truth))[:, :, None]
             count.add(mask, at_positions(each.selected, mask.shape[-1]))
             if outputs is not None:
-                cached = (per_query_head(tensor, QUERY_HEADS) for tensor in (each.key, each.value))
-                outputs.add_attention(output.view(ours.shape), ours, truth[0], *cached, each._visible())
+                keys, values = (per_query_head(tensor, QUERY_HEADS) for tensor in (each.key, each.value))
+                outputs.add_attention(output.view(ours.shape), ours, truth[0], keys, values, each._visible())
 
 
 def step(
     module: ModuleType, attention: Any, block: list[Tensor], past: Any, at: int
 ) -> tuple[Tensor, Any, Tensor]:
     """The authors' output and cache, and the pages that they select, [B, Hq, pages] bool."""
-    masks, original = [], module.local_heavy_hitter_mask
+    select, masks = module.local_heavy_hitter_mask, []
 
     def record(*arguments: Any) -> Tensor:
-        masks.append(original(*arguments))
+        masks.append(select(*arguments))
         return masks[-1]
 
-    module.local_heavy_hitter_mask = record
-    try:
+    with mock.patch.object(module, "local_heavy_hitter_mask", record):
         output, _, past = module.forward(attention, hidden(*block), None, torch.tensor([[at]]), past, use_cache=True)
-    finally:
-        module.local_heavy_hitter_mask = original
     return output, past, masks[0][:, :, 0, ::attention.chunk_size]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def compare(checkout: Checkout) -> Iterator[Comparison]:
     ):
         query, key, value = similar_tokens(seed, prompt + EVICTIONS * INTERVAL)
         theirs = method(budget=budget, window_size=WINDOW, kernel_size=width, mix_lambda=0.1)
-        config = {"window": WINDOW, "kernel_size": width, "interval": INTERVAL, "block_size": prompt}
+        config: dict[str, Any] = {"window": WINDOW, "kernel_size": width, "interval": INTERVAL, "block_size": prompt}
         ours, by_score = (
             state(RKVState, RKVConfig(budget, order=order, **config), query, key) for order in ("position", "score")
         )
@@ -71,8 +72,10 @@ def defaults(method: type) -> Comparison:
     for seed in range(4):
         query, key, value = similar_tokens(50 + seed, 300)
         kept = held(method().update_kv(key, query[:, :, -WINDOW:], value)[0], key)
-        for count, options in ((plain, {}), (under, {"mix_lambda": 0.07})):
-            ours = state(RKVState, RKVConfig(128, block_size=300, **options), query, key)
+        for count, config in (
+            (plain, RKVConfig(128, block_size=300)), (under, RKVConfig(128, block_size=300, mix_lambda=0.07))
+        ):
+            ours = state(RKVState, config, query, key)
             ours.prefill(query, key, value)
             count.add_held(kept, at_positions(ours.positions, 300), 0, 300)
     return Comparison(

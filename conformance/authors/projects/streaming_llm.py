@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ....reference.baselines.streaming_llm import StreamingLLMConfig, StreamingLLMState
-from ..checkout import Checkout, Project
+from ..checkout import Checkout, Project, StandIns
 from ..comparison import Comparison, Kept, Outputs, at_positions, held
 from ..inputs import blocks, causal, hidden, layer, repeated, rotate_half, state, tokens
 
-STAND_INS = {"transformers.models.llama.modeling_llama": {"rotate_half": rotate_half, "repeat_kv": repeated}}
+STAND_INS: StandIns = {"transformers.models.llama.modeling_llama": {"rotate_half": rotate_half, "repeat_kv": repeated}}
 HEADS, QUERY_HEADS, HEAD_DIM, STEPS = 2, 4, 16, 40
 #: A rotary embedding over all channels of a head.
 INV_FREQ = tuple(10000.0 ** (-2 * pair / HEAD_DIM) for pair in range(HEAD_DIM // 2))

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import torch
 
 from ....reference.baselines.tova import TOVAConfig, TOVAState
-from ..checkout import Checkout, Project
+from ..checkout import Checkout, Project, StandIns
 from ..comparison import Comparison, Kept, Outputs, at_positions, held
 from ..inputs import ListCache, blocks, causal, hidden, layer, repeated, state, tokens, unrotated
 
-STAND_INS = {
+STAND_INS: StandIns = {
     "transformers.cache_utils": {"DynamicCache": ListCache},
     "transformers.models.llama.modeling_llama": {"apply_rotary_pos_emb": unrotated, "repeat_kv": repeated},
 }

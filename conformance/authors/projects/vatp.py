@@ -31,8 +31,8 @@ def compare(checkout: Checkout) -> Iterator[Comparison]:
         layer = module.LlamaAttention_heavy_hitter(0, config)
         for name, part in projections(HEADS, HEADS, HEAD_DIM).items():
             setattr(layer, name, part)
-        config = VATPConfig(heavy + recent, recent=recent, sinks=sinks, block_size=prompt)
-        ours, past = state(VATPState, config, query, key), None
+        options = VATPConfig(heavy + recent, recent=recent, sinks=sinks, block_size=prompt)
+        ours, past = state(VATPState, options, query, key), None
         for first, end in blocks(prompt, STEPS):
             block = [tensor[:, :, first:end] for tensor in (query, key, value)]
             mask = None if first else causal(prompt)
