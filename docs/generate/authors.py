@@ -27,7 +27,8 @@ A project that is not there is named, with the commands that bring it. If a fold
 order in which `topk` returns equal scores. *Outputs* agree if they are within the bound of float32 arithmetic, in
 which the authors' softmax is computed. Where the two sides differ, the table names the
 [readings](../../explanation/ledger.md#readings) that explain it, and the count with both sides under these readings.
-A difference that no reading explains fails, and so does one that a reading leaves over.
+A difference that no reading explains fails, and so does one that a reading leaves over. The two counts can differ: a
+token counts at an eviction if one of the two caches still has it.
 """
 
 
