@@ -242,7 +242,8 @@ class Fused(Decode):
         mask = held.repeat_interleave(group, 1)[:, :, None]
         k, v = (tensor.masked_fill(~held[..., None], 0).float().repeat_interleave(group, 1) for tensor in (key, value))
         output = torch.nn.functional.scaled_dot_product_attention(
-            query.float()[:, :, None].contiguous(), k.contiguous(), v.contiguous(), attn_mask=mask, scale=options.get("scale")
+            query.float()[:, :, None].contiguous(), k.contiguous(), v.contiguous(), attn_mask=mask,
+            scale=options.get("scale"),
         )
         empty = ~mask.any(-1, keepdim=True)
         return {"output": output.masked_fill(empty, 0)[:, :, 0].to(query.dtype), "score": score, "slot": slot}
