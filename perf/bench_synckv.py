@@ -301,7 +301,7 @@ class Offloaded:
                 assert state._offload is not None
                 state._offload.transfers = of_layer
                 # The warm-up behaves like the captured graph: it launches at every step and does not synchronize.
-                state.expect_replays()
+                state._expect_replays()
                 state._settle = lambda: None  # type: ignore[method-assign]
             return self.stride()
 

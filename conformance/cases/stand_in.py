@@ -1,8 +1,8 @@
 """A stand-in for CUDA graphs on the CPU.
 
 Like a graph, it has the operations of one call and the addresses of their tensors, and every number of the host as a
-constant. Unlike a list of Python calls, it therefore shows numbers of the host that change from step to step. What runs
-outside of PyTorch's operators is not in it, as what runs on another device is not in a graph.
+constant. Unlike a list of Python calls, it therefore shows numbers of the host that change from step to step. It has
+PyTorch's operators, and Triton's kernels that are launched outside of these. What else the host does is not in it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
 
 from ...optimized._common import graph
 from ...optimized.hf import _captured
@@ -37,8 +39,12 @@ def captured(function: Callable[[], object], memory: object) -> Callable[[], Non
     """As `kvtwin.optimized._common.graph.captured`: records a call, which has no effect, and returns what runs it."""
     tape = Tape()
     with capturing(), torch.inference_mode(False), torch.no_grad():
+        launch = GridExecutor.__call__
+        watched = mock.patch.object(
+            GridExecutor, "__call__", lambda one, *args, **kwargs: tape.launch(partial(launch, one), args, kwargs)
+        )
         try:
-            with tape:
+            with tape, watched:
                 function()
         finally:
             tape.undo()
@@ -79,6 +85,7 @@ class Tape(TorchDispatchMode):
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Any]]] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}     # bytes that the call has changed: where, and which
         self._made: dict[int, Tensor] = {}                      # tensors whose memory is new
+        self._inside = False                                    # an operation is running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,13 +94,28 @@ class Tape(TorchDispatchMode):
         for tensor in _written(func, args, kwargs):
             self._keep(tensor)
         given = {_memory(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        result = func(*args, **kwargs)
+        self._inside = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._inside = False
         leaves = tree_leaves(result)
         for one in leaves:
             if isinstance(one, Tensor) and _memory(one) not in given:
                 self._made[_memory(one)] = one
         self._calls.append((func, args, kwargs, leaves))
         return result
+
+    def launch(self, run: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A kernel is launched."""
+        if self._inside:
+            return run(*args, **kwargs)
+        with _disable_current_modes():
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Tensor):
+                    self._keep(one)
+            run(*args, **kwargs)
+        self._calls.append((run, args, kwargs, [None]))
 
     def _keep(self, tensor: Tensor) -> None:
         if _memory(tensor) not in self._made and _memory(tensor) not in self._before:

@@ -28,8 +28,8 @@ def _with_clusters(method: Any, clusters: HeadClusters | None) -> Any:
 
 def _capture(state: Any) -> None:
     """As if a step had been captured."""
-    if hasattr(state, "expect_replays"):
-        state.expect_replays()
+    if hasattr(state, "_expect_replays"):
+        state._expect_replays()
 
 
 def does_as_one_rank(group: Any, side: str, trace: StateTrace) -> None:

@@ -39,7 +39,7 @@ def shrinks(group: Any, side: str, trace: StateTrace) -> tuple[bool, bool]:
 
 def keeps_step_as_if_captured(group: Any, trace: StateTrace) -> None:
     def capture(state: Any) -> None:
-        state.expect_replays()
+        state._expect_replays()
 
     states.keeps_step(group, "optimized", trace, capture)
 

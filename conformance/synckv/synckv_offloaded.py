@@ -61,7 +61,7 @@ def played(
 def as_in_a_graph(state: Any, device: torch.device) -> None:
     """Make steps launch what a graph would contain. As in a graph, each step waits for the previous step's
     transfers."""
-    state.expect_replays()
+    state._expect_replays()
     if device.type != "cuda":
         state._settle = lambda: None
 
@@ -92,12 +92,12 @@ class Replayed(SyncKVState):
             sizes = self.sizes._asdict()
             del sizes["slots"]
             other = SyncKVState(self.config, self.head_clusters, **sizes, dtype=self.dtype, device=self.device)
-            other.expect_replays()
+            other._expect_replays()
             for _ in range(2):                              # compiles the kernels
                 other.step(*given)
             kept = {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
             self.inputs = [tensor.clone() for tensor in given]
-            self.expect_replays()
+            self._expect_replays()
             self.graph = torch.cuda.CUDAGraph()
             with capture(self.graph):
                 self.output = super().step(*self.inputs)
@@ -190,9 +190,9 @@ class Both:
         if "layers" not in self.__dict__:
             self.__dict__[name] = value
 
-    def expect_replays(self) -> None:
+    def _expect_replays(self) -> None:
         for layer in self.layers:
-            layer.expect_replays()
+            layer._expect_replays()
 
     def prefill(self, *given: Tensor) -> Tensor:
         return torch.cat([layer.prefill(*given) for layer in self.layers])

@@ -50,7 +50,7 @@ class Changeable(Interruptible):
     device: torch.device
     _host: Seen                                 # set by the constructor
 
-    def expect_replays(self) -> None:
+    def _expect_replays(self) -> None:
         """From here on, a step launches what any step may need, as a step in a CUDA graph does. The results are the
         same."""
         self._host.may_replay = True
@@ -106,7 +106,7 @@ class State(Buffers, Changeable):
     _counted = 0
 
     @property
-    def takes_a_step(self) -> bool:
+    def _takes_a_step(self) -> bool:
         """Whether a step would raise no error, whatever its arguments: no change was interrupted, and there is room.
         Reads no tensor."""
         return self._interrupted is None and self._counted < getattr(self.config, "max_tokens", self._counted + 1)

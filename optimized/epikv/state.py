@@ -104,8 +104,8 @@ class EpiKVState(State):
         self.scorer._check_whole()
 
     @property
-    def takes_a_step(self) -> bool:
-        return super().takes_a_step and self.scorer._interrupted is None
+    def _takes_a_step(self) -> bool:
+        return super()._takes_a_step and self.scorer._interrupted is None
 
     def prefill(
         self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None,

@@ -28,7 +28,7 @@ from .._common import graph
 from .._common.state import Changeable
 from ._host import NotReplayable, parts
 from ._model import Model
-from ._step import Step, arguments_of, occupied_by, phase_of
+from ._step import Step, arguments_of, check_mask, phase_of
 
 #: Devices that have graphs.
 DEVICES = ("cuda",)
@@ -179,8 +179,7 @@ class Captured:
             device = cache.layers[0].device
             self._check_surroundings(device)
             given = arguments_of(given, self._signature, seen, device)
-            if not occupied_by(cache, given.pop("attention_mask"), given, seen):
-                raise NotReplayable("attention_mask says that a new token is padding")
+            check_mask(cache.layers[0], given.pop("attention_mask"), given.get("position_ids"), seen)
             kind = _kind(phase, given)
             kept = self._caches.setdefault(cache, OfCache())
             if kept.seen != seen or self._known is None or not self._known.unchanged():
@@ -228,7 +227,7 @@ class Captured:
             kept.steps[kind] = None
             for part in parts(cache):
                 if isinstance(part, Changeable):
-                    part.expect_replays()               # the step that now follows compiles all kernels
+                    part._expect_replays()              # the step that now follows compiles all kernels
             return None
         step = kept.steps[kind]
         with _on(cache.layers[0].device):

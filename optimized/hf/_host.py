@@ -54,8 +54,12 @@ def flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def places(objects: Iterable[object]) -> tuple[Any, ...]:
-    """Where the tensors of these objects are."""
-    tensors = (value for one in objects for value in flat(vars(one).values()) if isinstance(value, Tensor))
+    """Where the tensors of these objects are, except those that kernels find by addresses on the device (`by_address`):
+    such as host memory, which may be other memory after a reset."""
+    held = (
+        value for one in objects for name, value in vars(one).items() if name not in getattr(one, "by_address", ())
+    )
+    tensors = (value for value in flat(held) if isinstance(value, Tensor))
     return tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
 
 

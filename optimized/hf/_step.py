@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ...reference.hf.cache_adapter import StateCache, StateLayer
-from ...reference.hf.masks import MaskSpec, refuse_restart
 from .._common import graph
 from .._common.state import State
 from ._host import PACKAGE, SIMPLE, NotReplayable, Snapshot, parts, places
@@ -33,7 +32,7 @@ def phase_of(cache: StateCache, seen: int) -> Hashable:
         state = layer.state
         if state is not None and not isinstance(state, State):
             raise NotReplayable(f"a {type(cache).__name__} of {type(state).__module__} is none of kvtwin.optimized.hf")
-        phases.append(layer.phase(seen) if state is not None and state.takes_a_step else None)
+        phases.append(layer.phase(seen) if state is not None and state._takes_a_step else None)
     if None in phases or not phases:
         return None
     return phases[0] if phases.count(phases[0]) == len(phases) else tuple(phases)
@@ -58,18 +57,13 @@ def arguments_of(given: dict[str, Any], signature: Signature, seen: int, device:
     return given
 
 
-def occupied_by(cache: StateCache, mask: object, given: dict[str, Any], seen: int) -> bool:
-    """Whether no new token is padding. NotReplayable for masks that this cannot be read from. Like a step without a
-    graph, this reads the mask's newest elements on the host."""
-    if isinstance(mask, MaskSpec):
-        mask = mask.given
-    if mask is None:
-        layer: Any = cache.layers[0]
-        refuse_restart(MaskSpec(attention_mask=None), given.get("position_ids"), layer._mask, seen)
-        return True
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != seen + 1:
+def check_mask(layer: Any, mask: object, position_ids: Tensor | None, seen: int) -> None:
+    """NotReplayable if a new token is padding, or for masks that do not say so."""
+    tokens = layer.no_padding(mask, position_ids, seen)
+    if tokens is None:
         raise NotReplayable("attention_mask must have the two dimensions of tokens, with the cache's and one more")
-    return bool(mask[:, -1].all())
+    if not tokens:
+        raise NotReplayable("attention_mask says that a new token is padding")
 
 
 class Step:

@@ -41,6 +41,9 @@ class Offload:
     bank is allocated at the first token (`open`) and freed by `close`.
     """
 
+    #: Attributes with memory that the kernels of a step find by its addresses in `banks`: a graph is right for another.
+    by_address = ("bank",)
+
     def __init__(
         self, sizes: Sizes, members: Tensor, counters: Tensor, due: Tensor, representative_heads: int, lists: int,
         capacity: int, stride: int, dtype: torch.dtype, device: torch.device,

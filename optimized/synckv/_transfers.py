@@ -58,6 +58,8 @@ class StreamTransfers(Transfers):
     its own jobs: earlier ones have ended, since a capture begins with a synchronization.
     """
 
+    by_address = ("_allocated",)            # see Offload
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._streams = device, side_streams(device)
         self._done: dict[bool, torch.cuda.Event] = {}      # of the last job, by whether it was captured

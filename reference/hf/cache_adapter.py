@@ -43,7 +43,7 @@ from transformers.masking_utils import causal_mask_function
 
 from .._validate import check_reorder, check_tensor
 from ..contract import MethodConfig
-from .masks import MaskSpec, make_mask, readable, refuse_restart, require
+from .masks import MaskSpec, make_mask, no_padding, readable, refuse_restart, require
 from .progress import ACTIVATE, NAME, Progress
 
 _OWNER = "_kvtwin_layer"
@@ -257,6 +257,10 @@ class StateLayer(CacheLayerMixin):
         """
         covered = self._mask is not None and self._mask.shape[1] > seen
         return None if seen == 0 or self._seen != seen or self._pending or covered else ()
+
+    def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | None:
+        """Whether that pass's token is padding in no row: see `masks.no_padding`."""
+        return no_padding(mask, position_ids, self._mask, seen)
 
     def reset(self) -> None:
         """Forget every token. The state stays allocated for the next prompt of the same batch size."""
