@@ -30,7 +30,12 @@ def nearest(code: int, divisor: int) -> int:
 
 def formula(code: Tensor, n: int, *, half: int = 0, factor: int = 0) -> Tensor:
     """The authors' shift, with changed numbers."""
-    return (code.long() + 2 ** (n - 1) + half) * (2 ** (2 * n) - 2**n + 1 + factor) >> 3 * n
+    return product(code.long() + half, n, factor) >> 3 * n
+
+
+def product(code: Any, n: int, factor: int = 0) -> Any:
+    """What the authors' shift shifts to the right."""
+    return (code + 2 ** (n - 1)) * (2 ** (2 * n) - 2**n + 1 + factor)
 
 
 @pytest.mark.claim("PM-1a")
@@ -55,7 +60,7 @@ def test_every_code_shrinks_to_the_nearest(bits, side, twins, device):
 def test_the_shift_fits_in_32_bits_without_a_sign(bits):
     """But not in 32 bits with one, for 16 bits."""
     n = bits // 2
-    largest = (2**bits - 1 + 2 ** (n - 1)) * (2**bits - 2**n + 1)
+    largest = product(2**bits - 1, n)
     assert largest < 2**32
     assert (largest < 2**31) is (bits < 16)
     assert (2**bits - 1 + 2**n) * (2**bits + 2**n + 1) >= 2 ** (2 * bits), "a larger factor would not fit"
@@ -183,7 +188,7 @@ def widths_of(pm_kvq: Any, x: Tensor) -> dict[int, Any]:
 
 
 def quarters(device: torch.device) -> Tensor:
-    """[1, 1, 4096, 16]: multiples of 1/4, of a range of 65535, so that no scale rounds, and the middles of all codes."""
+    """[1, 1, 4096, 16]: multiples of 1/4, of a range of 65535, so that no scale rounds, and the middles of codes."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randint(4 * 65535, (1, 1, 4096, 16), generator=generator) / 4
     middles = torch.tensor([step * (2 * m + 1) for step in (257, 4369, 21845) for m in range(65535 // step)]) / 2

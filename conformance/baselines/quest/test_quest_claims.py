@@ -1,4 +1,4 @@
-"""What Quest's ledger states: the bound of a page's logits, what a selection misses, bytes, and the listed abstract's numbers.
+"""What Quest states: the bound of a logit, what a selection misses, bytes, and the abstract as it is listed.
 
 A test named ..._rejects_... shows that a slightly changed statement fails, so that the test of the claim is not empty.
 """
