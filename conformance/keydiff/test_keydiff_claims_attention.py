@@ -26,7 +26,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.judge.claim_geometry import direction_sets, kept, mean, smallest, unit
-from kvtwin.conformance.judge.claim_math import dot, many, masses, scaled, vector
+from kvtwin.conformance.judge.claim_math import dot, many, masses, scaled, softmax, vector
 
 U = 2.0**-53
 ONE = Fraction(1)
@@ -71,7 +71,7 @@ counts = st.integers(1, 50)
 @given(mass=masses, others=st.lists(masses, min_size=1, max_size=6))
 def test_printed_bound_in_exact_arithmetic(mass, others):
     """(log(n / (n + 1)) - log(1 - w)) / (2M) - 1 > -1 iff w > 1 / (n + 1) iff e^g > 1. `ratio` is e^g."""
-    n, weight = len(others), mass / (mass + sum(others))
+    n, weight = len(others), softmax([mass, *others])[0]
     ratio = mass * n / sum(others)
     assert Fraction(n, n + 1) / (1 - weight) == 1 + (ratio - 1) / (n + 1)              # as in printed_bound
     assert (weight > Fraction(1, n + 1)) is (ratio > 1)
@@ -202,40 +202,45 @@ def test_weight_rejects_99_percent_of_the_longest_and_a_larger_cosine(longest, c
 @given(bound=st.fractions(1, 100), share=st.fractions(-1, 1))
 def test_products_stay_below_the_bound_from_one_on(bound, share):
     """|k.q| <= ||k|| < R <= M, in squares, for k = share * R q."""
-    assert share**2 * bound <= bound**2
+    assert product(1, share) ** 2 * bound <= bound**2
 
 
 @pytest.mark.claim("KD-10e")
 def test_products_reject_a_bound_below_one():
-    bound, product = Fraction(1, 4), Fraction(-2, 5)
-    assert product**2 < bound
-    assert not product >= -bound
+    bound, found = Fraction(1, 4), product(Fraction(2, 5), -1)
+    assert found**2 < bound
+    assert not found >= -bound
+
+
+def product(length: Fraction, cosine: Fraction) -> Fraction:
+    """k . q of a key of this length, for ||q|| = 1."""
+    return length * cosine
 
 
 @pytest.mark.claim("KD-10f")
 @given(length=st.fractions(0, 9), bound=st.fractions(1, 100), cosine=st.fractions(0, 1))
 def test_product_is_at_most_bound_times_cosine_for_cosines_that_are_not_negative(length, bound, cosine):
     assume(length**2 < bound)
-    assert length * cosine <= bound * cosine
+    assert product(length, cosine) <= product(bound, cosine)
 
 
 @pytest.mark.claim("KD-10f")
 def test_product_rejects_a_negative_cosine_and_a_bound_below_one():
-    assert not Fraction(1, 10) * -1 <= 1 * -1                                          # the short key of KD-10a
-    assert not Fraction(2, 5) * 1 <= Fraction(1, 4) * 1
+    assert not product(Fraction(1, 10), -1) <= product(1, -1)                          # the short key of KD-10a
+    assert not product(Fraction(2, 5), 1) <= product(Fraction(1, 4), 1)
 
 
 @pytest.mark.claim("KD-10g")
 @given(length=st.fractions(0, 9), bound=st.fractions(0, 100), cosine=st.fractions(0, 1))
 def test_product_is_at_least_minus_bound_times_cosine_for_cosines_that_are_not_negative(length, bound, cosine):
-    assert length * cosine >= -bound * cosine
+    assert product(length, cosine) >= -product(bound, cosine)
 
 
 @pytest.mark.claim("KD-10g")
 @given(length=st.fractions(0, 9), bound=st.fractions(Fraction(1, 100), 100), cosine=st.fractions(-1, Fraction(-1, 100)))
 def test_product_rejects_every_negative_cosine_as_a_lower_bound(length, bound, cosine):
-    assert not length * cosine >= -bound * cosine
-    assert not Fraction(1, 2) * -1 >= -1 * -1                                          # k* = -q / 2, M = 1
+    assert not product(length, cosine) >= -product(bound, cosine)
+    assert not product(Fraction(1, 2), -1) >= -product(1, -1)                          # k* = -q / 2, M = 1
 
 
 # ---- KD-11: collinearity ---------------------------------------------------------------------------------------------

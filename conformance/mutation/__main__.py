@@ -1,9 +1,13 @@
-"""The command line of mutate.py; with "verdict" as the first argument, that of verdict_matrix.py."""
+"""The command line of mutate.py; with "verdict" or "claims" as the first argument, that of verdict_matrix.py or
+claim_lane.py."""
 
 from __future__ import annotations
 
 import sys
 
-from . import mutate, verdict_matrix
+from . import claim_lane, mutate, verdict_matrix
 
-sys.exit(verdict_matrix.main(sys.argv[2:]) if sys.argv[1:2] == ["verdict"] else mutate.main())
+LANES = {"verdict": verdict_matrix.main, "claims": claim_lane.main}
+
+lane = LANES.get(sys.argv[1] if len(sys.argv) > 1 else "")
+sys.exit(lane(sys.argv[2:]) if lane else mutate.main())

@@ -31,8 +31,8 @@ class MutantError(ValueError):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One ``[[mutant]]``; ``method`` is the name of its file. fits: the properties under which a verdict may call it
-    wrong, empty: any."""
+    """One ``[[mutant]]``; ``method`` is the name of its file. control: empty for those of claim_mutants.py. fits: the
+    properties under which a verdict may call it wrong, empty: any."""
 
     name: str
     method: str

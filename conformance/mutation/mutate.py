@@ -108,7 +108,7 @@ class Tree:
 
     def sources(self, mutant: Mutant) -> str:
         """Hash of the mutated file and of the test files of the control and the killers."""
-        tests = {test.partition("::")[0] for test in (mutant.control, *mutant.killers)}
+        tests = {test.partition("::")[0] for test in (mutant.control, *mutant.killers) if test}
         texts = [self.source(mutant.file), *(self.test_source(file) for file in sorted(tests))]
         return hashlib.sha256(repr(texts).encode()).hexdigest()[:12]
 
@@ -118,7 +118,7 @@ class Tree:
         for mutant in mutants:
             try:
                 compile(mutant.applied_to(self.source(mutant.file)), mutant.file, "exec")
-                for test in (mutant.control, *mutant.killers):
+                for test in filter(None, (mutant.control, *mutant.killers)):
                     file, _, function = test.partition("::")
                     if function and function.partition("[")[0] not in tests_in(file):
                         raise MutantError(f"test {test} does not exist")
@@ -229,7 +229,7 @@ class Lab:
         log, output = folder / "log.jsonl", folder / "output.txt"
         order = {"log": str(log), "seconds": CPU_SECONDS, "control": "", "module": None}
         if mutant is not None:
-            tests = (mutant.control, *tests)
+            tests = tuple(filter(None, (mutant.control, *tests)))
             source = tree.place(mutant.file)
             module = source.removesuffix(".py").replace("/", ".")
             order |= {"control": mutant.control, "module": module, "source": str(root / source)}
@@ -256,7 +256,7 @@ class Lab:
 def verdict(mutant: Mutant, facts: Sequence[dict[str, Any]], code: int) -> dict[str, Any]:
     """status, killed_by, let_live and detail of a mutant, from the probe's records and the exit code."""
     said = {fact["test"]: fact for fact in facts if "test" in fact}  # the last record of each test
-    control = [fact for test, fact in said.items() if is_of(test, mutant.control)]
+    control = [fact for test, fact in said.items() if mutant.control and is_of(test, mutant.control)]
     named = {
         killer: [fact["outcome"] for test, fact in said.items() if is_of(test, killer)] for killer in mutant.killers
     }
@@ -265,7 +265,7 @@ def verdict(mutant: Mutant, facts: Sequence[dict[str, Any]], code: int) -> dict[
     killed_by = tuple(killer for killer, outcomes in named.items() if deadly & set(outcomes))
     let_live = tuple(killer for killer, outcomes in named.items() if outcomes and set(outcomes) <= {"passed"})
     detail = next((fact["broken"] for fact in facts if "broken" in fact), "")
-    if not detail and {fact["outcome"] for fact in control} != {"passed"}:
+    if not detail and mutant.control and {fact["outcome"] for fact in control} != {"passed"}:
         detail = f"fails its control: {_messages(control)}"
     if not detail and not killed_by and code < 0:
         detail = f"ended by {signal.Signals(-code).name}, which kills only a mutant with crash = true"
@@ -343,20 +343,25 @@ def _run(
         chosen = without_proof(chosen, sources, rows)
         if not chosen:
             return [], mutants
+    return list(examined(tree, chosen, sources, jobs)), mutants
+
+
+def examined(tree: Tree, mutants: Sequence[Mutant], sources: Mapping[str, str], jobs: int) -> Iterator[Result]:
+    """The result of each mutant, in order, after its tests have passed without mutants. sources: `Tree.sources` of
+    each, by name. Raises MutantError if a test does not pass."""
     with tempfile.TemporaryDirectory(prefix="kvtwin-mutants-") as folder:
-        tests = sorted({test for mutant in chosen for test in (mutant.control, *mutant.killers)})
-        results = []
+        tests = sorted({test for mutant in mutants for test in (mutant.control, *mutant.killers) if test})
         with Lab(tree, Path(folder)) as lab, ThreadPoolExecutor(jobs) as pool:
             parts = min(len(tests), max(jobs, math.ceil(len(tests) / TESTS_AT_ONCE)))
             seconds = sum(pool.map(lab.baseline, [tests[start::parts] for start in range(parts)]))
             print(f"{len(tests)} tests pass without mutants ({seconds:.0f} s of CPU)", flush=True)
-            with bar(len(chosen), "mutant") as progress:
-                for result in pool.map(lab.run, chosen, [sources[mutant.name] for mutant in chosen]):
+            with bar(len(mutants), "mutant") as progress:
+                for result in pool.map(lab.run, mutants, [sources[mutant.name] for mutant in mutants]):
                     say(f"{result.status:8} {result.name} ({result.seconds:.1f} s)")
-                    results.append(result)
+                    seconds += result.seconds
                     progress.update()
-    print(f"{seconds + sum(result.seconds for result in results):.0f} s of CPU in total")
-    return results, mutants
+                    yield result
+    print(f"{seconds:.0f} s of CPU in total")
 
 
 if __name__ == "__main__":

@@ -166,6 +166,20 @@ def mutant_classes() -> str:
     return markdown_table(["class", "mistake", "mutants", "by method"], rows)
 
 
+def claim_changes() -> str:
+    """How many tests of claims detect their change, by ledger and by what is changed."""
+    from kvtwin.conformance.mutation import claim_lane, claim_mutants
+
+    results = claim_lane.load()
+    counts: dict[str, Counter[str]] = {}
+    for row in claim_mutants.load():
+        found = results[row.mutant.name]
+        counts.setdefault(row.method, Counter())[found["kind"]] += found["tests"] - len(found.get("undetected", []))
+    kinds = claim_mutants.KINDS
+    rows = [[method, *(str(of[kind]) for kind in kinds), str(of.total())] for method, of in counts.items()]
+    return markdown_table(["ledger", *kinds.values(), "tests"], rows)
+
+
 def kill_matrix_page() -> str:
     found = kill_matrices()
     rows = [
@@ -178,6 +192,9 @@ def kill_matrix_page() -> str:
         + markdown_table(["method", "mutants", "killed"], rows)
         + "\n\n## Classes\n\nSome mistakes survived in classes, whole kinds of cases that no test had. Mutants of "
         "these classes are marked:\n\n" + mutant_classes()
+        + "\n\n## Tests of claims\n\nEach test of a claim must detect one change of what it is about: of the reference "
+        "or the optimized version, of helpers that tests share, or of a function or figures beside the test. "
+        "`python -m tox -e mutants -- claims` makes the changes.\n\n" + claim_changes()
     ]
     for name, one in found.items():
         rows = [

@@ -152,11 +152,16 @@ def test_a_budget_can_grow_when_a_layer_joins(cake, device):
     assert granted(cake, [6.0, 1.0, 1.0], 8, 6, device) == [5, 1, 0]
 
 
+def shares(preferences: list[float]) -> Tensor:
+    """Of the total, not truncated: [1, layers]."""
+    return log_of([preferences]).softmax(-1)
+
+
 @pytest.mark.claim("CK-4")
 def test_growth_rejects_shares_that_are_not_truncated():
     """A share never grows when a layer joins."""
     for preferences in itertools.product((1.0, 2.0, 6.0, 20.0), repeat=3):
-        two, three = (log_of([list(preferences[:count])]).softmax(-1) for count in (2, 3))
+        two, three = (shares(list(preferences[:count])) for count in (2, 3))
         assert bool((three[:, :2] < two).all())
 
 

@@ -30,7 +30,12 @@ def nearest(code: int, divisor: int) -> int:
 
 def formula(code: Tensor, n: int, *, half: int = 0, factor: int = 0) -> Tensor:
     """The authors' shift, with changed numbers."""
-    return (code.long() + 2 ** (n - 1) + half) * (2 ** (2 * n) - 2**n + 1 + factor) >> 3 * n
+    return product(code.long() + half, n, factor) >> 3 * n
+
+
+def product(code: Any, n: int, factor: int = 0) -> Any:
+    """What the authors' shift shifts to the right."""
+    return (code + 2 ** (n - 1)) * (2 ** (2 * n) - 2**n + 1 + factor)
 
 
 @pytest.mark.claim("PM-1a")
@@ -55,7 +60,7 @@ def test_every_code_shrinks_to_the_nearest(bits, side, twins, device):
 def test_the_shift_fits_in_32_bits_without_a_sign(bits):
     """But not in 32 bits with one, for 16 bits."""
     n = bits // 2
-    largest = (2**bits - 1 + 2 ** (n - 1)) * (2**bits - 2**n + 1)
+    largest = product(2**bits - 1, n)
     assert largest < 2**32
     assert (largest < 2**31) is (bits < 16)
     assert (2**bits - 1 + 2**n) * (2**bits + 2**n + 1) >= 2 ** (2 * bits), "a larger factor would not fit"
@@ -171,3 +176,48 @@ def test_scales_of_bfloat16_leave_16_bits_the_precision_of_8(twins: Any):
     half_step_of_8_bits = 1 / 255 / 2
     assert half_step_of_8_bits < errors[torch.bfloat16] <= 2.0**-8
     assert errors[torch.float32] < 2.0**-16
+
+
+def widths_of(pm_kvq: Any, x: Tensor) -> dict[int, Any]:
+    """The codes, scale and minimum of x with 16 bits, and shrunk to 8, 4 and 2."""
+    found = {16: pm_kvq.quantize(x)}
+    for bits in HALVINGS:
+        last = found[bits]
+        found[bits // 2] = type(last)(*pm_kvq.shrink(last.codes, last.scale, bits=bits), last.minimum)
+    return found
+
+
+def quarters(device: torch.device) -> Tensor:
+    """[1, 1, 4096, 16]: multiples of 1/4, of a range of 65535, so that no scale rounds, and the middles of codes."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(4 * 65535, (1, 1, 4096, 16), generator=generator) / 4
+    middles = torch.tensor([step * (2 * m + 1) for step in (257, 4369, 21845) for m in range(65535 // step)]) / 2
+    x[0, 0, :len(middles), 2:5] = torch.stack([middles - 0.25, middles, middles + 0.25], -1)
+    x[..., 0], x[..., 1] = 0, 65535
+    return x.to(device)
+
+
+@pytest.mark.claim("PM-8")
+@both_sides
+def test_shrunk_codes_are_those_of_direct_quantization(side, twins, device):
+    """Also in the middle of two codes. Steps of another remainder would not do: 3, for example."""
+    pm_kvq = getattr(twins, side).baselines.pm_kvq
+    x = quarters(device)
+    for bits, shrunk in widths_of(pm_kvq, x).items():
+        direct = pm_kvq.quantize(x, bits=bits)
+        assert torch.equal(shrunk.codes, direct.codes) and torch.equal(shrunk.scale, direct.scale)
+    assert round(round(1.5) / 3) != round(1.5 / 3)
+
+
+@pytest.mark.claim("PM-7")
+@both_sides
+def test_wider_codes_are_more_precise_until_they_have_shrunk(side, twins, device):
+    pm_kvq = getattr(twins, side).baselines.pm_kvq
+    x = quarters(device)
+    found = widths_of(pm_kvq, x)
+    largest = {bits: float((pm_kvq.dequantize(*of) - x).abs().max()) for bits, of in found.items()}
+    for bits in HALVINGS:
+        assert float((found[bits // 2].scale / found[bits].scale).max()) == 2 ** (bits // 2) + 1
+        assert largest[bits] <= found[bits].scale.max() / 2 < largest[bits // 2]
+    direct = pm_kvq.quantize(x, bits=2)
+    assert float((pm_kvq.dequantize(*direct) - x).abs().max()) == largest[2]
