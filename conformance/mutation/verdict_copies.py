@@ -152,8 +152,8 @@ def copy(side: str, folder: Path, root: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         text = rewritten(file.read_text(encoding="utf-8"), f"{side}/{inner.as_posix()}")
         target.write_text(text, encoding="utf-8")
-    with (root / PACKAGE / "__init__.py").open("a", encoding="utf-8") as file:
-        file.write(ALL_READINGS)
+    package = root / PACKAGE / "__init__.py"
+    package.write_text(package.read_text(encoding="utf-8") + ALL_READINGS, encoding="utf-8")
 
 
 def mutated(mutant: Mutant, source: str, pristine: Path, root: Path) -> None:
