@@ -153,7 +153,8 @@ def copy(side: str, folder: Path, root: Path) -> None:
         text = rewritten(file.read_text(encoding="utf-8"), f"{side}/{inner.as_posix()}")
         target.write_text(text, encoding="utf-8")
     package = root / PACKAGE / "__init__.py"
-    package.write_text(package.read_text(encoding="utf-8") + ALL_READINGS, encoding="utf-8")
+    before = package.read_text(encoding="utf-8") if package.is_file() else ""
+    package.write_text(before + ALL_READINGS, encoding="utf-8")
 
 
 def mutated(mutant: Mutant, source: str, pristine: Path, root: Path) -> None:
