@@ -130,3 +130,17 @@ def test_a_tiny_model(tmp_path, device):
     assert list(figures) == ["DynamicCache", "StaticCache, compiled", "LongFlow", "LongFlow, captured"]
     assert all(one["ms_per_token"] > 0 and one["seconds_to_first_token"] > 0 for one in figures.values())
     assert plots_of.panels({"experiments": {"generate": {"figures": run.figures}}})
+
+
+def test_the_time_of_the_host(device, capsys):
+    pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
+    if device.type != "cpu":
+        pytest.skip("kernels are replaced in Triton's interpreter only")
+    host = perf_module("host")
+    assert host.main(["LongFlow", "ThinKV"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, *_ in lines] == ["LongFlow", "ThinKV"]
+    assert all(float(median) >= float(least) > 0 for _, median, least in lines)
+    with pytest.raises(SystemExit):
+        host.main(["Other"])
+    assert "unknown: Other; known: CAKE, " in capsys.readouterr().err
