@@ -18,7 +18,7 @@ from kvtwin.optimized._common.operation import operation
 pytestmark = pytest.mark.kind("laws")
 
 
-@operation("kvtwin::test_add", mutates_args=("total", "count"))
+@operation("kvtwin_tests::add", mutates_args=("total", "count"))
 def add(total: Tensor, count: Tensor | None, by: int, more: list[int]) -> Tensor:
     total.data.add_(by + sum(more))                            # like a kernel, this counts no version
     if count is not None:
@@ -105,4 +105,4 @@ def test_compiled_code_has_the_operation(device):
     total = torch.zeros(3, device=device)
     with torch.no_grad():
         found = torch.compile(lambda one: add(one, None, 1, [2]), backend=backend, fullgraph=True)(total)
-    assert found.tolist() == [4, 4, 4] and any("test_add" in name for name in seen)
+    assert found.tolist() == [4, 4, 4] and any("kvtwin_tests" in name for name in seen)
