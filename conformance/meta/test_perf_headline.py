@@ -40,6 +40,7 @@ MEASURED = {
     "keydiff": {"eviction", "keydiff", "one piece"},
     "synckv": {"B1-1K", "prompt of 1K"},
     "memory": {"full KV, grown by cat", "h2o, grown by cat", "longflow"},
+    "generate": {"Qwen3-8B 1x12"},
 }
 
 
@@ -66,9 +67,9 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     text = "\n".join(page.table(result))
     assert "is missing" not in text
     assert text.count("not measured") == 2                       # a batch of 256, and offload, are left out here
-    assert len(text.splitlines()) == 2 + 15
+    assert len(text.splitlines()) == 2 + 16
     root = ElementTree.fromstring(page.svg("all", page.panels(result)))
-    assert len(root.findall("{*}g")) == 7
+    assert len(root.findall("{*}g")) == 8
 
     for folder in ("perf/baselines", "fixtures"):
         (tmp_path / folder).mkdir(parents=True)
@@ -84,7 +85,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     monkeypatch.setattr(stored_results, "resources", SimpleNamespace(files=lambda _: tmp_path / "fixtures"))
     shown = "\n".join(details.stored_results())
     assert page.svg("The papers' headline experiments", page.panels(result)) in shown
-    assert shown.count("<tr>") == 1 + 15
+    assert shown.count("<tr>") == 1 + 16
 
 
 def test_what_is_stored_follows_from_the_baseline():

@@ -45,9 +45,19 @@ GROUP_ROWS, FLOAT32_ROWS = 16, 4
 ROW_UNIT = 128
 
 
+def cdiv(number: int, by: int) -> int:
+    """The quotient, rounded up: `triton.cdiv` without what that does to be called in kernels, some microseconds."""
+    return -(-number // by)
+
+
+def next_power_of_2(number: int) -> int:
+    """The lowest power of two from `number` on, like `triton.next_power_of_2`."""
+    return 1 << (number - 1).bit_length() if number > 0 else 0
+
+
 def group_rows(group: int, dtype: torch.dtype) -> int:
     """Rows of a `tl.dot` operand with the queries of a group, whose products are in `dtype`."""
-    return max(FLOAT32_ROWS, triton.next_power_of_2(group)) if dtype == torch.float32 else GROUP_ROWS
+    return max(FLOAT32_ROWS, next_power_of_2(group)) if dtype == torch.float32 else GROUP_ROWS
 
 
 def check_launchable(stored: tuple[torch.dtype, ...] = (), /, **tensors: Tensor | None) -> None:
@@ -94,7 +104,7 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def key_block(head_dim: int, itemsize: int, slots: int) -> int:
@@ -126,7 +136,7 @@ def early_rows(sizes: Sizes, splits: int, device: torch.device) -> int:
     programs. In the interpreter, half of the rows."""
     if INTERPRETED:
         return (sizes.batch + 1) // 2
-    return max(0, sizes.batch - triton.cdiv(LATE * multiprocessors(device), sizes.key_value_heads * splits))
+    return max(0, sizes.batch - cdiv(LATE * multiprocessors(device), sizes.key_value_heads * splits))
 
 
 @lru_cache
@@ -143,7 +153,7 @@ def dependent_launch(device: torch.device) -> dict[str, bool]:
 
 def padded_slots(slots: int) -> int:
     """`slots` rounded up to ROW_UNIT, the length of a scratch row."""
-    return triton.cdiv(slots, ROW_UNIT) * ROW_UNIT
+    return cdiv(slots, ROW_UNIT) * ROW_UNIT
 
 
 @lru_cache
@@ -182,15 +192,15 @@ def multiprocessors(device: torch.device) -> int:
 def split_slots(sizes: Sizes, block: int, device: torch.device, programs: int = PROGRAMS) -> tuple[int, int]:
     """The number of programs that share one row's slots, and the slots of each, a multiple of `block`. With much work
     the aim is `programs` per multiprocessor."""
-    rows, tiles = sizes.batch * sizes.key_value_heads, triton.cdiv(sizes.slots, block)
+    rows, tiles = sizes.batch * sizes.key_value_heads, cdiv(sizes.slots, block)
     if INTERPRETED:
         wanted = 2
     elif rows >= RESIDENT // 2 * multiprocessors(device):
-        wanted = triton.cdiv(programs * multiprocessors(device), rows)
+        wanted = cdiv(programs * multiprocessors(device), rows)
     else:
         wanted = RESIDENT * multiprocessors(device) // rows
-    tiles_each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
-    return triton.cdiv(tiles, tiles_each), tiles_each * block
+    tiles_each = cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
+    return cdiv(tiles, tiles_each), tiles_each * block
 
 
 def stride_unit(*tensors: Tensor) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...reference.contract import Sizes
 from .launch import INTERPRETED, SMALL_TILES, key_block, on_device_of, padded_head_dim, stride_unit
 from .numerics import LOG2_E, dot, round_output, round_to
+from .operation import operation
 from .softmax import weigh_tile
 
 
@@ -23,7 +24,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor
     return output
 
 
-@torch.library.custom_op("kvtwin::causal_attention", mutates_args=())
+@operation("kvtwin::causal_attention", mutates_args=())
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float) -> Tensor:
     batch, query_heads, total, head_dim = query.shape
     sizes = Sizes(batch, query_heads, key.shape[1], total, head_dim)

@@ -15,6 +15,7 @@ from torch import Tensor
 from .block_cache.kernels import Window, launch_attention, launch_received
 from .launch import SMALL_TILES, on_device_of, padded_head_dim, stride_unit
 from .numerics import sortable
+from .operation import operation
 from .radix_selection import _FREE, first_digit, search
 
 #: Tokens per program that scores them.
@@ -27,7 +28,7 @@ _FIRST = tl.constexpr(2**31 - 1)
 _WINDOW = tl.constexpr(2**31 - 2)
 
 
-@torch.library.custom_op("kvtwin::prompt_received", mutates_args=())
+@operation("kvtwin::prompt_received", mutates_args=())
 def received(
     query_window: Tensor, key: Tensor, occupied: Tensor, scale: float, prefix_alone: bool = False
 ) -> Tensor:
@@ -54,7 +55,7 @@ def _(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float, prefix_
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::prompt_choose", mutates_args=())
+@operation("kvtwin::prompt_choose", mutates_args=())
 def choose(
     received: Tensor, occupied: Tensor | None, first_end: Tensor | None, count: int, window: int, kernel_size: int,
     rows_each: int,
@@ -93,7 +94,7 @@ def _(
     )
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::prompt_fill",
     mutates_args=("held_key", "held_value", "held", "positions", "next_slot", "score", "token_index"),
 )
@@ -124,7 +125,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("kvtwin::prompt_copy", mutates_args=("held_key", "held_value"))
+@operation("kvtwin::prompt_copy", mutates_args=("held_key", "held_value"))
 def copy(key: Tensor, value: Tensor, kept: Tensor | None, held_key: Tensor, held_value: Tensor) -> None:
     """Copy the tokens kept [B, N] int64, rows contiguous, -1 for none, of key, value [B, Hkv, T, D] into the first N
     slots of held_key, held_value [B, Hkv, S, D], contiguous. kept=None: all T tokens."""

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import SMALL_TILES, on_device_of, padded_head_dim, stride_unit
+from .operation import operation
 
 #: Codes per program of the search, and tokens per program of the gather.
 CHUNK = 2048
@@ -22,7 +23,7 @@ _FREE = tl.constexpr(-(2**31))
 _ADDED = tl.constexpr(2 if SMALL_TILES else 256)
 
 
-@torch.library.custom_op("kvtwin::keydiff_select", mutates_args=("histograms",))
+@operation("kvtwin::keydiff_select", mutates_args=("histograms",))
 def select(
     key: Tensor, value: Tensor, code: Tensor, histograms: Tensor, count: int, counted: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,7 +55,7 @@ def _(
     return _places(key, count)
 
 
-@torch.library.custom_op("kvtwin::keydiff_select_slots", mutates_args=("histograms",))
+@operation("kvtwin::keydiff_select_slots", mutates_args=("histograms",))
 def select_slots(code: Tensor, histograms: Tensor, count: int, counted: bool) -> Tensor:
     """The slots that `select` returns: [B, Hkv, count] int64, ascending, -1 if fewer. Arguments as there."""
     place, kept_count = search(code, histograms, count, counted)

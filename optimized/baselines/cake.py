@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference._validate import check_config, check_integer, check_reorder
@@ -20,13 +19,16 @@ from ...reference.baselines._validate_cake import check_shared_cascade
 from .._common.launch import (
     INTERPRETED,
     SMALL_TILES,
+    cdiv,
     group_rows,
     key_block,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
     split_slots,
 )
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 from .._common.state import State
 from .cake_kernels import attention_kernel, evict_kernel, merge_kernel
 from .cake_prompt import MISSING, budgets, log_preference, observe, places_of, ranks_of
@@ -238,7 +240,7 @@ class CAKEState(State):
     _arrived: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::cake_step",
     mutates_args=(
         "key", "value", "positions", "order", "held", "free", "seen", "logits", "received", "partial", "row_maxima",
@@ -255,20 +257,20 @@ def _step(
     group = query_heads // heads
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     shape = {"GROUP": group, "HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim)}
-    block, rows = key_block(head_dim, query.element_size(), slots), triton.next_power_of_2(group)
-    width = triton.next_power_of_2(slots)
+    block, rows = key_block(head_dim, query.element_size(), slots), next_power_of_2(group)
+    width = next_power_of_2(slots)
     chunk = block if SMALL_TILES else min(max(width, 128), WEIGHTS // rows, 1024)
     most = block if SMALL_TILES else min(max(width, 128), CHUNK)
-    tiles, merged = triton.cdiv(slots, chunk), triton.next_power_of_2(query_heads) if INTERPRETED else 1
+    tiles, merged = cdiv(slots, chunk), next_power_of_2(query_heads) if INTERPRETED else 1
     with on_device_of(query):
         attention_kernel[(batch * heads * splits,)](
             query, new_key, new_value, key, value, positions, order, held, free, seen, logits, partial, row_maxima,
             weight_sums, scale * LOG2_E.value, heads, splits, slots, share, *query.stride(), *new_key.stride(),
             *new_value.stride(), **shape, ROWS=group_rows(group, query.dtype), BLOCK=block, num_warps=4,
         )
-        merge_kernel[(batch * heads * tiles + triton.cdiv(batch * query_heads, merged),)](
+        merge_kernel[(batch * heads * tiles + cdiv(batch * query_heads, merged),)](
             order, held, budget, logits, received, partial, row_maxima, weight_sums, output, batch * heads, heads,
-            tiles, splits, slots, window, **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), CHUNK=chunk,
+            tiles, splits, slots, window, **shape, ROWS=rows, SPLITS=next_power_of_2(splits), CHUNK=chunk,
             MERGED=merged, num_warps=4,
         )
         evict_kernel[(batch * heads,)](

@@ -24,6 +24,7 @@ from .._common.launch import (
     padded_head_dim,
 )
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 from .cake_kernels import normaliser_kernel, observe_kernel
 
 #: Window queries of a tile, at most.
@@ -110,7 +111,7 @@ def places_of(keep: Tensor, slots: int) -> Tensor:
     return pad(place, (0, max(0, slots - keep.shape[-1])), value=-1)[..., :slots]
 
 
-@torch.library.custom_op("kvtwin::cake_observe", mutates_args=())
+@operation("kvtwin::cake_observe", mutates_args=())
 def _observe(
     query_window: Tensor, key: Tensor, occupied: Tensor, gamma: float, kernel_size: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,6 @@ that have as many. What is due follows from counters on the device, so a capture
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference.baselines._validate_kivi import WORD, words_of
@@ -17,13 +16,16 @@ from .._common.launch import (
     MAX_SPLITS,
     PTX,
     SMALL_TILES,
+    cdiv,
     group_rows,
     key_block,
     multiprocessors,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
 )
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 from .kivi_fragment_kernels import fragment_kernel
 from .kivi_fragment_operands import EIGHT
 from .kivi_kernels import APART, EVERY, PROMPT, STEP, dequantize_kernel, quantize_keys_kernel, quantize_values_kernel
@@ -48,7 +50,7 @@ def _results(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) ->
     return codes, scale, minimum
 
 
-@torch.library.custom_op("kvtwin::kivi_quantize", mutates_args=())
+@operation("kvtwin::kivi_quantize", mutates_args=())
 def quantize_tensor(x: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     found = _results(x, bits, axis, group, dtype)
     if axis == -2:
@@ -89,7 +91,7 @@ def _values_kernel(
     """Launch `quantize_values_kernel` for the first `tokens` values. Arguments that the mode does not use are None."""
     batch, heads, _, head_dim = x.shape
     rows = 16 if SMALL_TILES else max(1, TILE // padded_head_dim(head_dim))
-    tiles = triton.cdiv(tokens, rows)
+    tiles = cdiv(tokens, rows)
     with on_device_of(x):
         quantize_values_kernel[(batch * heads * tiles,)](
             x, codes if place is None else place, codes if count is None else count, codes, scale, minimum,
@@ -100,7 +102,7 @@ def _values_kernel(
         )
 
 
-@torch.library.custom_op("kvtwin::kivi_dequantize", mutates_args=())
+@operation("kvtwin::kivi_dequantize", mutates_args=())
 def dequantize_codes(
     codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype
 ) -> Tensor:
@@ -108,7 +110,7 @@ def dequantize_codes(
     result = _dequantized(scale, axis, group, dtype)
     block = TILE // 4
     with on_device_of(codes):
-        dequantize_kernel[(triton.cdiv(result.numel(), block),)](
+        dequantize_kernel[(cdiv(result.numel(), block),)](
             codes, scale, minimum, result, result.numel(), *result.shape[2:], scale.shape[axis],
             BITS=bits, AXIS=axis, GROUP=group, WORDS=words_of(group, bits), BLOCK=block, num_warps=4,
         )
@@ -129,7 +131,7 @@ def _(
     return _dequantized(scale, axis, group, dtype)
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::kivi_store",
     mutates_args=("key_codes", "key_scale", "key_minimum", "value_codes", "value_scales", "extreme"),
 )
@@ -163,7 +165,7 @@ def _(
     return None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::kivi_step",
     mutates_args=(
         "keys", "values", "key_codes", "key_scale", "key_minimum", "value_codes", "value_scales", "extreme",
@@ -212,7 +214,7 @@ def attend_step(
         merge_kernel[(batch * heads,)](
             partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, extreme, count,
             counters, due, heads, splits + 1, residual, slots, value_scales.shape[2],
-            **shape, BITS=value_bits, GROUP=group, PARTS=triton.next_power_of_2(splits + 1), FRAGMENTS=fragments,
+            **shape, BITS=value_bits, GROUP=group, PARTS=next_power_of_2(splits + 1), FRAGMENTS=fragments,
             num_warps=4,
         )
         _keys_kernel(
@@ -247,15 +249,15 @@ def fragment_room(groups: int, rows: int, group: int, key_bits: int) -> tuple[in
     """The groups of keys and rows of values to allocate per KV head: whole tiles, so that `fragment_kernel` can read
     them if `groups` and `rows` are in use. It also loads the keys of a tile more, but does not use them."""
     tile = EIGHT.value * WORD // key_bits
-    tiles = triton.cdiv(rows, tile)
-    tiles_of_keys = max(triton.cdiv(groups * group, tile), tiles + 1)
-    return triton.cdiv(tiles_of_keys * tile, group), tiles * tile
+    tiles = cdiv(rows, tile)
+    tiles_of_keys = max(cdiv(groups * group, tile), tiles + 1)
+    return cdiv(tiles_of_keys * tile, group), tiles * tile
 
 
 def fragment_splits(rows: int, tokens: int, key_bits: int, device: torch.device) -> int:
     """The number of one-warp programs that share the quantized tokens of a KV head, beside one for the others. Rounded
     down, since a nearly empty wave takes as long as a full one."""
-    tiles = triton.cdiv(tokens, EIGHT.value * WORD // key_bits)
+    tiles = cdiv(tokens, EIGHT.value * WORD // key_bits)
     wanted = 2 if INTERPRETED else FRAGMENT_PROGRAMS * multiprocessors(device) // rows
     return max(1, min(wanted, tiles, MAX_SPLITS - 1))
 

@@ -14,6 +14,7 @@ from .._common.block_cache.ops import chunk_size
 from .._common.block_cache.state import Block, BlockState
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32
+from .._common.operation import operation
 
 __all__ = ["LagKVConfig", "LagKVState"]
 
@@ -58,7 +59,7 @@ class LagKVState(BlockState):
         )
 
 
-@torch.library.custom_op("kvtwin::lag_kv_rank", mutates_args=("score", "places", "spreads"))
+@operation("kvtwin::lag_kv_rank", mutates_args=("score", "places", "spreads"))
 def rank_chunks(
     key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
     score: Tensor, places: Tensor, spreads: Tensor, capacity: int, end: int, sinks: int, lag: int,
@@ -89,7 +90,7 @@ def _(
     return key.new_empty((*key.shape[:2], end), dtype=torch.int64)
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::lag_kv_finish_step",
     mutates_args=("key", "value", "occupied", "positions", "token_index", "score", "places", "spreads"),
 )

@@ -15,6 +15,7 @@ from .._common.block_cache.score_kernels import importance
 from .._common.block_cache.state import Block, BlockState
 from .._common.launch import on_device_of
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 
 __all__ = ["LazyEvictionConfig", "LazyEvictionState"]
 
@@ -40,7 +41,7 @@ class LazyEvictionState(BlockState):
         ), None
 
 
-@torch.library.custom_op("kvtwin::lazy_eviction_activate", mutates_args=("score", "carried"))
+@operation("kvtwin::lazy_eviction_activate", mutates_args=("score", "carried"))
 def activate(
     query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, carried: Tensor, seen: Tensor,
     scale: float, alpha: float, shift: float,

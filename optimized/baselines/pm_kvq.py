@@ -7,7 +7,6 @@ What is due follows from counters on the device, so a captured step can be repla
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference._validate import check_config, check_reorder, check_room
@@ -24,14 +23,17 @@ from ...reference.baselines.pm_kvq import PMKVQConfig, QuantizeResult, ShrinkRes
 from .._common.launch import (
     INTERPRETED,
     SMALL_TILES,
+    cdiv,
     check_launchable,
     group_rows,
     key_block,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
     split_slots,
 )
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 from .._common.state import State
 from .pm_kvq_kernels import (
     PROMPT,
@@ -108,7 +110,7 @@ def _results(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     )
 
 
-@torch.library.custom_op("kvtwin::pm_kvq_quantize", mutates_args=())
+@operation("kvtwin::pm_kvq_quantize", mutates_args=())
 def _quantize(
     x: Tensor, bits: int, group: int, least_scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +119,7 @@ def _quantize(
     batch, heads, tokens, _ = x.shape
     count, rows = batch * heads * tokens, 16 if SMALL_TILES else max(1, TILE // (2 * shape["HALF_PAD"]))
     with on_device_of(x):
-        quantize_kernel[(triton.cdiv(count, rows),)](
+        quantize_kernel[(cdiv(count, rows),)](
             x, *found, least_scale, count, tokens, heads, *x.stride(), **shape, BITS=bits, ROWS=rows, num_warps=4
         )
     return found
@@ -128,12 +130,12 @@ def _(x: Tensor, bits: int, group: int, least_scale: float, dtype: torch.dtype) 
     return _results(x, group, dtype)
 
 
-@torch.library.custom_op("kvtwin::pm_kvq_shrink", mutates_args=())
+@operation("kvtwin::pm_kvq_shrink", mutates_args=())
 def _shrink(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     codes, scale = codes.contiguous(), scale.contiguous()
     found = torch.empty_like(codes), torch.empty_like(scale)
     with on_device_of(codes):
-        shrink_kernel[(triton.cdiv(codes.numel(), TILE),)](
+        shrink_kernel[(cdiv(codes.numel(), TILE),)](
             codes, scale, *found, codes.numel(), scale.numel(), TO=bits // 2, BLOCK=TILE, num_warps=4
         )
     return found
@@ -144,12 +146,12 @@ def _(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes.new_empty(codes.shape), scale.new_empty(scale.shape)
 
 
-@torch.library.custom_op("kvtwin::pm_kvq_dequantize", mutates_args=())
+@operation("kvtwin::pm_kvq_dequantize", mutates_args=())
 def _dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtype) -> Tensor:
     codes, scale, minimum = codes.contiguous(), scale.contiguous(), minimum.contiguous()
     result = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     with on_device_of(codes):
-        dequantize_kernel[(triton.cdiv(codes.numel(), TILE),)](
+        dequantize_kernel[(cdiv(codes.numel(), TILE),)](
             codes, scale, minimum, result, codes.numel(), codes.shape[-1] // scale.shape[-1], BLOCK=TILE, num_warps=4
         )
     return result
@@ -169,7 +171,7 @@ def _settle(
     units, capacity = stored[0].shape[2], stored[1].shape[2]
     shape = _shape_of_groups(key, group)
     block = 16 if SMALL_TILES else max(1, TILE // (2 * shape["HALF_PAD"]))
-    parts = triton.cdiv(units, block)
+    parts = cdiv(units, block)
     with on_device_of(key):
         settle_kernel[(batch * heads * parts,)](
             key, value, count if place is None else place, count, count if due is None else due,
@@ -179,7 +181,7 @@ def _settle(
         )
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::pm_kvq_store",
     mutates_args=("key_words", "key_scale", "key_minimum", "value_words", "value_scale", "value_minimum"),
 )
@@ -205,7 +207,7 @@ def _(
     return None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::pm_kvq_step",
     mutates_args=(
         "keys", "values", "key_words", "key_scale", "key_minimum", "value_words", "value_scale", "value_minimum",
@@ -236,7 +238,7 @@ def _step(
         merge_kernel[(batch * heads,)](
             partial, row_maxima, weight_sums, output, count, counters, due, heads, splits + 1, slots,
             GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=rows,
-            PARTS=triton.next_power_of_2(splits + 1), num_warps=4,
+            PARTS=next_power_of_2(splits + 1), num_warps=4,
         )
     stored = key_words, key_scale, key_minimum, value_words, value_scale, value_minimum
     _settle(keys, values, None, count, due, counters, stored, least_scale, sinks, window, limits, 0, group)

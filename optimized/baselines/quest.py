@@ -6,7 +6,6 @@ Nothing synchronises with the host, so a captured step can be replayed as any st
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference._validate import check_config, check_reorder, check_room
@@ -17,14 +16,17 @@ from .._common.launch import (
     MAX_GROUP,
     PTX,
     SMALL_TILES,
+    cdiv,
     check_launchable,
     group_rows,
     key_block,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
     split_slots,
 )
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 from .._common.state import State
 from .quest_kernels import attention_kernel, bounds_kernel, merge_kernel, score_kernel, select_kernel
 
@@ -85,7 +87,7 @@ def _empty_bounds(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return key.new_empty(shape), key.new_empty(shape)
 
 
-@torch.library.custom_op("kvtwin::quest_bounds", mutates_args=())
+@operation("kvtwin::quest_bounds", mutates_args=())
 def _page_bounds(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
     maximum, minimum = _empty_bounds(key, size)
     _bounds(key, None, maximum, minimum, size, key.shape[2])
@@ -97,7 +99,7 @@ def _(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return _empty_bounds(key, size)
 
 
-@torch.library.custom_op("kvtwin::quest_fill", mutates_args=("maximum", "minimum"))
+@operation("kvtwin::quest_fill", mutates_args=("maximum", "minimum"))
 def _fill(key: Tensor, count: Tensor, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
     """The bounds of the pages of a prompt: row b has count[b] of at most `tokens` tokens, in its first slots."""
     _bounds(key, count, maximum, minimum, size, tokens)
@@ -113,7 +115,7 @@ def _bounds(key: Tensor, count: Tensor | None, maximum: Tensor, minimum: Tensor,
     size = min(size, tokens)                                    # a program loops over all places of a page
     pages = -(-tokens // size)
     block = 4 if SMALL_TILES else max(1, TILE // padded_head_dim(head_dim) // 2)
-    tiles = triton.cdiv(pages, block)
+    tiles = cdiv(pages, block)
     if not batch * heads * tiles * head_dim:
         return
     with on_device_of(key):
@@ -133,13 +135,13 @@ def _page_block(head_dim: int, itemsize: int, pages: int) -> int:
     return 16 if SMALL_TILES else key_block(head_dim, itemsize, pages)
 
 
-@torch.library.custom_op("kvtwin::quest_scores", mutates_args=())
+@operation("kvtwin::quest_scores", mutates_args=())
 def _page_scores(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
     maximum, minimum = maximum.contiguous(), minimum.contiguous()
     (batch, heads, pages, head_dim), query_heads = maximum.shape, query.shape[1]
     score = _empty_scores(query, maximum)
     block = _page_block(head_dim, query.element_size(), pages)
-    tiles = triton.cdiv(pages, block)
+    tiles = cdiv(pages, block)
     if not score.numel():
         return score
     with on_device_of(query):
@@ -158,7 +160,7 @@ def _(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
     return _empty_scores(query, maximum)
 
 
-@torch.library.custom_op("kvtwin::quest_select", mutates_args=())
+@operation("kvtwin::quest_select", mutates_args=())
 def _select_pages(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tensor:
     batch, heads, _ = score.shape
     score, count = score.contiguous(), count.contiguous()
@@ -179,18 +181,18 @@ def _select(scores: Tensor, pages_now: Tensor, selected: Tensor, keep_last: bool
     if not selected.numel():
         return
     # With the rest in a tensor of its own, there may be far fewer codes than the next power of two.
-    chunk = min(max(16, triton.next_power_of_2(room + 1) // 2), CHUNK)
+    chunk = min(max(16, next_power_of_2(room + 1) // 2), CHUNK)
     warps = 4 if chunk <= 1024 else 8
-    rest = min(max(32 * warps, triton.next_power_of_2(max(1, room - chunk))), chunk)
+    rest = min(max(32 * warps, next_power_of_2(max(1, room - chunk))), chunk)
     with on_device_of(scores):
         select_kernel[(batch * query_heads,)](
             scores, pages_now, selected, query_heads, room, wanted,
-            CHUNK=chunk, REST=rest, LIST=min(1024, triton.next_power_of_2(wanted)), KEEP_LAST=keep_last,
+            CHUNK=chunk, REST=rest, LIST=min(1024, next_power_of_2(wanted)), KEEP_LAST=keep_last,
             WHOLE=room <= chunk + rest, num_warps=warps, **({"maxnreg": REGISTERS} if PTX and warps == 8 else {}),
         )
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::quest_step",
     mutates_args=(
         "key", "value", "maximum", "minimum", "scores", "selected", "count", "counters", "positions", "pages_now",
@@ -209,7 +211,7 @@ def _step(
     room = maximum.shape[2]
     group, some = query_heads // heads, selected.shape[2] < room
     block = _page_block(head_dim, query.element_size(), room)
-    tiles = triton.cdiv(room, block) if some else 1
+    tiles = cdiv(room, block) if some else 1
     with on_device_of(query):
         score_kernel[(batch * heads * tiles,)](
             query, new_key, new_value, key, value, maximum, minimum, scores, count, counters, positions, pages_now,
@@ -242,10 +244,10 @@ def _attend(
             **shape, GROUP=group, ROWS=group_rows(group, query.dtype), BLOCK=block, EACH=each,
             SIZE=size if some else 1, LISTED=some, num_warps=4,
         )
-        rows = triton.next_power_of_2(query_heads) if INTERPRETED else 1
-        merge_kernel[(triton.cdiv(batch * query_heads, rows),)](
+        rows = next_power_of_2(query_heads) if INTERPRETED else 1
+        merge_kernel[(cdiv(batch * query_heads, rows),)](
             partial, row_maxima, weight_sums, output, count, counters, batch, splits, slots, batch * query_heads,
-            **shape, ROWS=rows, SPLITS=triton.next_power_of_2(splits), BATCH=2 if INTERPRETED else 128, num_warps=4,
+            **shape, ROWS=rows, SPLITS=next_power_of_2(splits), BATCH=2 if INTERPRETED else 128, num_warps=4,
         )
     return output
 
@@ -263,7 +265,7 @@ def _(
 def _tile(head_dim: int, itemsize: int, slots: int, group: int, some: bool) -> tuple[int, int]:
     """The tokens of a tile of attention, and how many of them belong to each query head if pages are selected."""
     block = key_block(head_dim, itemsize, slots)
-    return block, block // triton.next_power_of_2(group) if some else block
+    return block, block // next_power_of_2(group) if some else block
 
 
 # The state -----------------------------------------------------------------------------------------------------------

@@ -6,15 +6,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference.baselines.r_kv import RKVConfig
 from .._common.block_cache.observe import observe
 from .._common.block_cache.redundancy_kernels import importance_kernel, mix_kernel, prepare_kernel, similarity_kernel
 from .._common.block_cache.state import Block, BlockState
-from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
+from .._common.launch import SMALL_TILES, cdiv, on_device_of, padded_head_dim
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 
 __all__ = ["RKVConfig", "RKVState"]
 
@@ -60,7 +60,7 @@ class RKVState(BlockState):
         self._window = self._window_query, self._window_positions
         self._numbers = self._buffer(4, batch * heads, slots, dtype=torch.int32)
         of_slots = [torch.float32] * 4 + [torch.int32] * 2 + [torch.int64]
-        parts = self._buffer(2, batch * heads, observers, triton.cdiv(slots, 16), dtype=torch.float32)
+        parts = self._buffer(2, batch * heads, observers, cdiv(slots, 16), dtype=torch.float32)
         self._between = Scratch._make([*(self._buffer(batch * heads, slots, dtype=dtype) for dtype in of_slots), parts])
 
     def _buffers(self) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ class RKVState(BlockState):
         self._thin(self._score, count, appended=appended)
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::r_kv_score",
     mutates_args=("score", "factors", "inverses", "means", "importance", "age", "by_age", "left_out", "parts"),
 )
@@ -107,7 +107,7 @@ def score_due(
     window, end = window_positions.shape[1], capacity + count
     small = SMALL_TILES or key.dtype == torch.float32
     tile = 16 if small else TILE // 2 if head_dim > 128 else TILE
-    tiles, batch_heads = triton.cdiv(end, tile), batch * heads
+    tiles, batch_heads = cdiv(end, tile), batch * heads
     shape = {"HEAD_DIM": head_dim, "D_PAD": padded_head_dim(head_dim), "TILE": tile}
     rows = tile if small else ROWS
     of_window = window_query, window_positions, key, occupied, token_index, valid_seen, counts
@@ -118,7 +118,7 @@ def score_due(
             *of_window, factors, inverses, age, by_age, left_out, parts, score if by_score else None,
             scale * LOG2_E.value, *sizes, **options, BY_SCORE=by_score,
         )
-        similarity_kernel[(batch_heads * triton.cdiv(end, rows),)](
+        similarity_kernel[(batch_heads * cdiv(end, rows),)](
             key, occupied, counts, factors, inverses, age, by_age, means, left_out, threshold, capacity, end, slots,
             ROWS=rows, EXEMPTS_FIRST=exempts_first, CHUNK=CHUNK, num_warps=4 if small else WARPS_OF_ALL, **shape,
         )

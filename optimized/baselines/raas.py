@@ -18,6 +18,7 @@ from .._common.block_cache.kernels import _arguments, _shape
 from .._common.block_cache.state import Block, BlockState
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import LOG2_E, float32
+from .._common.operation import operation
 
 __all__ = ["RaaSConfig", "RaaSState"]
 
@@ -74,7 +75,7 @@ class RaaSState(BlockState):
         )
 
 
-@torch.library.custom_op("kvtwin::raas_renew", mutates_args=("score",))
+@operation("kvtwin::raas_renew", mutates_args=("score",))
 def renew(
     query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, positions: Tensor, seen: Tensor,
     scale: float, alpha: float,
@@ -157,7 +158,7 @@ def renew_kernel(
 # Pages ---------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::raas_renew_pages", mutates_args=("score",))
+@operation("kvtwin::raas_renew_pages", mutates_args=("score",))
 def renew_pages(
     query: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
     score: Tensor, seen: Tensor, capacity: int, size: int, best: int, negative: bool,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of
+from .._common.operation import operation
 from ._step_kernels import _FIRST, _LAST, _lowest, code_of
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::epikv_admit",
     mutates_args=("occupied", "positions", "score", "rank", "next_slot", "tokens", "seen", "recents"),
 )

@@ -10,11 +10,12 @@ from torch import Tensor
 from ...reference.contract import Sizes
 from .._common.launch import MAX_SPLITS, group_rows, key_block, on_device_of, padded_head_dim, split_slots
 from .._common.numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
+from .._common.operation import operation
 from .._common.scratch import is_last
 from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::epikv_attend", mutates_args=("key", "value", "workspace", "completion_counters", "logits", "normalisers")
 )
 def attend(

@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of
+from .._common.operation import operation
 
 
-@torch.library.custom_op("kvtwin::epikv_add_entropy", mutates_args=("entropy",))
+@operation("kvtwin::epikv_add_entropy", mutates_args=("entropy",))
 def add_entropy(
     logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, decoded: Tensor, entropy: Tensor, tau: int,
     first: bool,

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from math import log2
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._common.launch import GROUP_ROWS, SMALL_TILES, on_device_of
 from .._common.numerics import log2_or_minus_inf
+from .._common.operation import operation
 from .._common.thoughts import below_cut, pooled_cut, thought_of
 from ._entropy_kernel import thought_of_entropy
 from ._score_kernels import no_sign
@@ -27,7 +27,7 @@ from ._step_kernels import code_of
 _LAST = tl.constexpr(2**63 - 1)
 
 
-@torch.library.custom_op("kvtwin::epikv_receive", mutates_args=("received",))
+@operation("kvtwin::epikv_receive", mutates_args=("received",))
 def receive(logits: Tensor, normalisers: Tensor, received: Tensor, first: bool) -> None:
     """Add each token's weight, averaged over query heads, to `received`. The first layer of a step overwrites it."""
     batch, heads, slots = logits.shape
@@ -44,7 +44,7 @@ def _(logits: Tensor, normalisers: Tensor, received: Tensor, first: bool) -> Non
     return None
 
 
-@torch.library.custom_op("kvtwin::epikv_add_sparsity", mutates_args=("sparsity",))
+@operation("kvtwin::epikv_add_sparsity", mutates_args=("sparsity",))
 def add_sparsity(
     logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, decoded: Tensor, sparsity: Tensor,
     key_value_heads: int, tau: int, threshold: float, first: bool,
@@ -67,7 +67,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("kvtwin::epikv_choose", mutates_args=("aggregate", "score", "next_slot"))
+@operation("kvtwin::epikv_choose", mutates_args=("aggregate", "score", "next_slot"))
 def choose_by_weight(
     received: Tensor, aggregate: Tensor, frozen: Tensor, score: Tensor, occupied: Tensor, positions: Tensor,
     rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int,
@@ -89,7 +89,7 @@ def _(
     return None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::epikv_choose_by_thought", mutates_args=("thoughts", "thought", "decoded", "next_slot")
 )
 def choose_by_thought(

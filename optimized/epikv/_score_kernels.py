@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import divided, float32, root
+from .._common.operation import operation
 
 #: The longest window whose tile is as wide as the window whatever the number of tokens.
 LONG_WINDOW = 4096
@@ -75,7 +76,7 @@ def taken(found, VARIANCE: tl.constexpr):
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::epikv_change", mutates_args=())
+@operation("kvtwin::epikv_change", mutates_args=())
 def change(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
     """||hidden[b, t] - previous[b, source[b, t]]||_2: hidden, previous [B, T, C]; source [B, T] int64, by default t; -1
     gives 0. Returns [B, T] float32."""
@@ -96,7 +97,7 @@ def _(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
     return hidden.new_empty(hidden.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::epikv_rolling", mutates_args=())
+@operation("kvtwin::epikv_rolling", mutates_args=())
 def rolling(values: Tensor, first: Tensor | None, window: int, zscore: bool) -> Tensor:
     """Rolling means or z-scores of values [N, T]; those before first[n] are padding."""
     rows, tokens = values.shape
@@ -124,7 +125,7 @@ def limit(window: int) -> float:
     return 4 * 2.0**-24 * window
 
 
-@torch.library.custom_op("kvtwin::epikv_variance", mutates_args=())
+@operation("kvtwin::epikv_variance", mutates_args=())
 def variances(x: Tensor) -> Tensor:
     """Variance over the channels, averaged over heads: x [B, Hkv, T, D] -> [B, T]."""
     batch, heads, tokens, head_dim = x.shape
@@ -143,7 +144,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::epikv_lag", mutates_args=())
+@operation("kvtwin::epikv_lag", mutates_args=())
 def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int, variance: bool) -> Tensor:
     """`lag_kv` of key, value [B, Hkv, T, D]. order [B, T]: the indices of the padding, before place first[b], then of
     the tokens. Returns [B, T], at the tokens' own indices; 0 for padding."""

@@ -9,13 +9,13 @@ keys and values in the current chunk, then in the one before it.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32, root, sortable
+from .._common.operation import operation
 from ._score_kernels import limit, no_sign, rolled, spread, taken, variance
 
 #: Above and below every code of a token.
@@ -23,7 +23,7 @@ LAST, FIRST = 2**63 - 1, -(2**63)
 _LAST, _FIRST = tl.constexpr(LAST), tl.constexpr(FIRST)
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::epikv_step",
     mutates_args=(
         "previous", "values", "occupied", "positions", "score", "rank", "next_slot", "tokens", "seen", "recents",

@@ -23,6 +23,7 @@ from .._common.launch import (
     padded_head_dim,
     stride_unit,
 )
+from .._common.operation import operation
 from ._kernels import anchor_kernel, rank_kernel
 from ._step import warps_of
 
@@ -119,7 +120,7 @@ def _launch_ranks(
         )
 
 
-@torch.library.custom_op("kvtwin::keydiff_anchor", mutates_args=())
+@operation("kvtwin::keydiff_anchor", mutates_args=())
 def anchor(
     key: Tensor, block_table: Tensor | None, occupied: Tensor | None, fp8: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
@@ -139,7 +140,7 @@ def _(
     return _new_anchor(key, rows), key.new_empty(rows, dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::keydiff_update_anchor", mutates_args=("anchor", "completion_counters"))
+@operation("kvtwin::keydiff_update_anchor", mutates_args=("anchor", "completion_counters"))
 def update_anchor(key: Tensor, occupied: Tensor, anchor: Tensor, completion_counters: Tensor) -> None:
     """Store the sum of the normalized keys in anchor [B, Hkv, D] float32. completion_counters: zeros, one per head."""
     _launch_anchor(key, None, occupied, anchor, completion_counters)
@@ -150,7 +151,7 @@ def _(key: Tensor, occupied: Tensor, anchor: Tensor, completion_counters: Tensor
     return None
 
 
-@torch.library.custom_op("kvtwin::keydiff_rank", mutates_args=())
+@operation("kvtwin::keydiff_rank", mutates_args=())
 def rank(
     key: Tensor, block_table: Tensor | None, occupied: Tensor | None, anchor: Tensor, inverse: Tensor,
     fp8: torch.dtype | None = None,
@@ -169,7 +170,7 @@ def _(
     return key.new_empty(inverse.shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::keydiff_codes", mutates_args=())
+@operation("kvtwin::keydiff_codes", mutates_args=())
 def codes(
     key: Tensor, block_table: Tensor | None, occupied: Tensor | None, protected: Tensor | None,
     fp8: torch.dtype | None,

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, SMALL_TILES, key_block, multiprocessors, on_device_of, padded_head_dim
+from .._common.launch import INTERPRETED, SMALL_TILES, cdiv, key_block, multiprocessors, on_device_of, padded_head_dim
 from .._common.numerics import sortable
+from .._common.operation import operation
 from .._common.paged_rows import offset
 from ._kernels import any_units, inverse_lengths, load, odd_ranks, ranks, sum_partials
 
@@ -29,7 +30,7 @@ _INDEX = tl.constexpr(2**32 - 1)
 _COMPARED = tl.constexpr(1 if SMALL_TILES else 64)
 
 
-@torch.library.custom_op("kvtwin::keydiff_lengths", mutates_args=("inverse",))
+@operation("kvtwin::keydiff_lengths", mutates_args=("inverse",))
 def lengths(key: Tensor, inverse: Tensor, begin: int, end: int) -> None:
     """Store the inverse lengths of the keys in slots begin to end - 1: key [B, Hkv, S, D] into inverse [B, Hkv, S].
     Negative for odd keys, so large or small that their squares are inexact; 0 for zero keys."""
@@ -45,7 +46,7 @@ def _launch_lengths(
     key: Tensor, block_table: Tensor | None, inverse: Tensor, anchor: Tensor | None, begin: int, end: int
 ) -> None:
     batch, heads, slots = inverse.shape
-    head_dim, tiles = key.shape[3], triton.cdiv(end - begin, 16)
+    head_dim, tiles = key.shape[3], cdiv(end - begin, 16)
     with on_device_of(key):
         # Without fused multiply-adds, both variants of the kernel return the same bits.
         length_kernel[(batch * heads * tiles,)](
@@ -62,7 +63,7 @@ def _pages(cache: Tensor, block_table: Tensor | None) -> tuple[Tensor | int | No
     return block_table, *block_table.stride(), cache.shape[1], *cache.stride()
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::keydiff_step",
     mutates_args=(
         "key", "value", "occupied", "positions", "token_index", "inverse", "anchor", "ranked", "age", "partial",
@@ -116,10 +117,10 @@ def plan(
     """Slots per tile, programs per row, and slots per program, for a state of these B, Hkv and D."""
     batch, heads, head_dim = sizes
     block = key_block(head_dim, itemsize, budget + 1)
-    tiles = triton.cdiv(budget + 1, block)
-    wanted = 2 if INTERPRETED else triton.cdiv(PROGRAMS * multiprocessors(device), batch * heads)
-    each = triton.cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
-    return block, triton.cdiv(tiles, each), each * block
+    tiles = cdiv(budget + 1, block)
+    wanted = 2 if INTERPRETED else cdiv(PROGRAMS * multiprocessors(device), batch * heads)
+    each = cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
+    return block, cdiv(tiles, each), each * block
 
 
 def scratch(

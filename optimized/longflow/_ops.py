@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference.contract import Sizes
@@ -18,6 +17,7 @@ from .._common.launch import (
     MAX_SPLITS,
     PTX,
     SMALL_TILES,
+    cdiv,
     discards,
     early_rows,
     fp8_format,
@@ -26,6 +26,7 @@ from .._common.launch import (
     key_block,
     launches_early,
     mask_unit,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
     padded_slots,
@@ -33,6 +34,7 @@ from .._common.launch import (
     stride_unit,
 )
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 from ._attend_kernels import attend_kernel
 from ._score_kernels import choose_kernel, score_kernel
 
@@ -92,8 +94,8 @@ def _cut(sizes: Sizes, key: Tensor) -> _Work:
     splits, size = split_slots(sizes, block, key.device, PROGRAMS)
     if not fused(sizes, key.device) or size < 2 * block or 2 * splits > MAX_SPLITS:
         return _Work(block, 0, splits, size, splits, size)
-    finer = triton.cdiv(size, 2 * block) * block
-    late_splits = triton.cdiv(sizes.slots, finer)
+    finer = cdiv(size, 2 * block) * block
+    late_splits = cdiv(sizes.slots, finer)
     return _Work(block, early_rows(sizes, late_splits, key.device), splits, size, late_splits, finer)
 
 
@@ -104,7 +106,7 @@ def scratch(sizes: Sizes, key: Tensor, per_head: bool) -> tuple[Tensor, Tensor, 
     decisions = batch_heads if per_head else sizes.batch
     return (
         torch.empty(sum(_cuts(sizes, _cut(sizes, key).late_splits)), dtype=torch.float32, device=key.device),
-        torch.empty(decisions, triton.cdiv(sizes.slots, SCORE_BLOCK), dtype=torch.int64, device=key.device),
+        torch.empty(decisions, cdiv(sizes.slots, SCORE_BLOCK), dtype=torch.int64, device=key.device),
         torch.zeros(_after(batch_heads) + decisions, dtype=torch.int32, device=key.device),
     )
 
@@ -113,7 +115,7 @@ def _cuts(sizes: Sizes, splits: int) -> list[int]:
     """Sizes of logits, partial accumulators, their maxima and sums, normalizers and ranks in the workspace."""
     heads, batch_heads = sizes.batch * sizes.query_heads, sizes.batch * sizes.key_value_heads
     row = padded_slots(sizes.slots)
-    group = triton.next_power_of_2(sizes.group)
+    group = next_power_of_2(sizes.group)
     cuts = (
         batch_heads * row * group, heads * splits * sizes.head_dim, heads * splits, heads * splits, heads * 2,
         batch_heads * row
@@ -123,10 +125,10 @@ def _cuts(sizes: Sizes, splits: int) -> list[int]:
 
 def _after(count: int) -> int:
     """`count` rounded up, so that all pieces are aligned alike: Triton compiles again for another alignment."""
-    return triton.cdiv(count, 32) * 32
+    return cdiv(count, 32) * 32
 
 
-@torch.library.custom_op("kvtwin::longflow_decode", mutates_args=())
+@operation("kvtwin::longflow_decode", mutates_args=())
 def decode(
     query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
     protected: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None, scale: float, per_head: bool,
@@ -156,7 +158,7 @@ def _(
     )
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::longflow_step",
     mutates_args=(
         "key", "value", "occupied", "positions", "next_slot", "score", "seen", "workspace", "candidates",
@@ -189,7 +191,7 @@ def _(
     return query.new_empty(query.shape)
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::longflow_rank", mutates_args=("key", "value", "occupied", "positions", "workspace", "completion_counters")
 )
 def rank(
@@ -231,7 +233,7 @@ def _ranked(query: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op("kvtwin::longflow_choose", mutates_args=("next_slot", "score", "seen", "ranks"))
+@operation("kvtwin::longflow_choose", mutates_args=("next_slot", "score", "seen", "ranks"))
 def choose(
     ranks: Tensor, occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor,
     seen: Tensor, group: int, head_dim: int, protect_newest: bool,
@@ -303,7 +305,7 @@ def _head_stride(occupied: Tensor, per_head: bool) -> int:
 
 def _splitting(sizes: Sizes, splits: int) -> dict[str, int]:
     return {
-        "GROUP_PAD": triton.next_power_of_2(sizes.group), "D_PAD": padded_head_dim(sizes.head_dim),
+        "GROUP_PAD": next_power_of_2(sizes.group), "D_PAD": padded_head_dim(sizes.head_dim),
         "SPLITS": 8 if splits <= 8 else 16 if splits <= 16 else MAX_SPLITS,
     }
 
@@ -352,7 +354,7 @@ def _launch_choose(
     score: Tensor, slot: Tensor, masks: tuple[int, ...], *, per_head: bool, dependent: bool, **options: Any,
 ) -> None:
     """The second kernel, after an attention kernel that ranked the slots. dependent: it starts before that ends."""
-    row = min(4096, triton.next_power_of_2(padded_slots(slots)))
+    row = min(4096, next_power_of_2(padded_slots(slots)))
     choose_kernel[(decisions,)](
         ranks, occupied, mask, token.positions, token.sink_end, token.seen, score, slot, slots, heads, *masks,
         HEADS=1 if per_head else 8, BLOCK=32 if SMALL_TILES else row, DISCARD=discards(ranks.device),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of
 from .._common.numerics import float32, sortable
+from .._common.operation import operation
 from .._common.radix_selection import _FREE, compact_kernel, count_kernel, histogram_kernel
 
 #: Codes per program.
@@ -22,7 +23,7 @@ def chunk_size() -> int:
     return 64 if SMALL_TILES else CHUNK
 
 
-@torch.library.custom_op("kvtwin::synckv_select", mutates_args=())
+@operation("kvtwin::synckv_select", mutates_args=())
 def select(score: Tensor, candidates: Tensor, taken: Tensor, count: int) -> Tensor:
     """The `count` candidates with the highest scores that are not taken, ascending, then -1: [R, H, count] int64.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import e, log2
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference.contract import Sizes
@@ -14,12 +13,15 @@ from .._common.launch import (
     INTERPRETED,
     RESIDENT,
     SMALL_TILES,
+    cdiv,
     group_rows,
     key_block,
     multiprocessors,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
 )
+from .._common.operation import operation
 from ._anticipate_kernels import (
     choose_kernel,
     codes_kernel,
@@ -50,20 +52,20 @@ def splits_of(
     """(dense_splits, list_splits, size): the numbers of programs that share what an R-head and another head attend to,
     and the places of each. `listed`: the largest number of places that a head other than an R-head attends to."""
     block = key_block(sizes.head_dim, itemsize, sizes.slots)
-    tiles, list_tiles = triton.cdiv(sizes.slots, block), triton.cdiv(listed, block)
+    tiles, list_tiles = cdiv(sizes.slots, block), cdiv(listed, block)
     if INTERPRETED:
-        each = max(2, triton.cdiv(tiles, FEW))
+        each = max(2, cdiv(tiles, FEW))
     else:
         other_heads = sizes.key_value_heads - representative_heads
         work = sizes.batch * (representative_heads * tiles + other_heads * list_tiles)
         # As many programs as fit at a time if shares are short; otherwise twice as many, which finish more evenly.
         fit = RESIDENT * multiprocessors(device)
-        each = triton.cdiv(work, fit if work <= SHORT * fit else 2 * fit)
-        each = max(each, 4, triton.cdiv(tiles, MAX_SPLITS))
-    return triton.cdiv(tiles, each), triton.cdiv(list_tiles, each), each * block
+        each = cdiv(work, fit if work <= SHORT * fit else 2 * fit)
+        each = max(each, 4, cdiv(tiles, MAX_SPLITS))
+    return cdiv(tiles, each), cdiv(list_tiles, each), each * block
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::synckv_attend",
     mutates_args=(
         "key", "value", "pool_key", "pool_value", "occupied", "counters", "due", "logits", "partial", "row_maxima",
@@ -100,14 +102,14 @@ def attend(
             BLOCK=key_block(head_dim, key.element_size(), slots), num_warps=4,
         )
         # In the interpreter, a program's overhead exceeds its work.
-        queries = triton.next_power_of_2(query_heads // heads) if INTERPRETED else 1
-        blocks, splits = batch * heads * triton.cdiv(query_heads // heads, queries), max(dense_splits, list_splits)
+        queries = next_power_of_2(query_heads // heads) if INTERPRETED else 1
+        blocks, splits = batch * heads * cdiv(query_heads // heads, queries), max(dense_splits, list_splits)
         # Few heads have many parts, which one program per head would read one after the other.
         widths = 1 + (slots % 2 == 0) if INTERPRETED else 4 if splits > MERGED else 1
         combine_kernel[(blocks * widths,)](
             partial, row_maxima, weight_sums, entries, counters, due, output, slots, stride, dense_splits, list_splits,
             batch, representative_heads, **shape, QUERIES=queries, WIDTH=padded_head_dim(head_dim) // widths,
-            WIDTHS=widths, SPLITS=min(MERGED * widths, triton.next_power_of_2(splits)), POOL=pool, num_warps=4,
+            WIDTHS=widths, SPLITS=min(MERGED * widths, next_power_of_2(splits)), POOL=pool, num_warps=4,
         )
     return output
 
@@ -122,7 +124,7 @@ def _(
     return query.new_empty(query.shape)
 
 
-@torch.library.custom_op("kvtwin::synckv_anticipate", mutates_args=("histograms", "chosen"))
+@operation("kvtwin::synckv_anticipate", mutates_args=("histograms", "chosen"))
 def anticipate(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
     histograms: Tensor, chosen: Tensor, splits: int, count: int, exclude: bool,
@@ -143,11 +145,11 @@ def _coded(
     (batch, slots), (rows, group) = occupied.shape, logits.shape[:2]
     code = _codes(rows // batch, occupied)
     pool = min(POOL, chunk_size())
-    pools = triton.cdiv(slots, pool)
+    pools = cdiv(slots, pool)
     with on_device_of(occupied):
         codes_kernel[(rows * pools,)](
             due, logits, row_maxima, weight_sums, occupied, fixed, code, code if histograms is None else histograms,
-            slots, splits, pools, rows // batch, GROUP=group, ROWS=GROUP_ROWS, SPLITS=triton.next_power_of_2(splits),
+            slots, splits, pools, rows // batch, GROUP=group, ROWS=GROUP_ROWS, SPLITS=next_power_of_2(splits),
             CHUNK=pool, EXCLUDE=exclude, COUNT=histograms is not None, num_warps=4,
         )
     return code
@@ -166,7 +168,7 @@ def _choose(
     the codes' first 8 bits."""
     (batch, clusters, capacity), slots = chosen.shape, code.shape[-1]
     rows, chunk, device = batch * clusters, chunk_size(), chosen.device
-    chunks = triton.cdiv(slots, chunk)
+    chunks = cdiv(slots, chunk)
     found = torch.empty(rows, 4, 2, dtype=torch.int64, device=device)
     counts = torch.empty(rows, chunks, 2, dtype=torch.int32, device=device)
     grid = (rows * chunks,)
@@ -191,7 +193,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("kvtwin::synckv_codes", mutates_args=())
+@operation("kvtwin::synckv_codes", mutates_args=())
 def codes(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, splits: int
 ) -> Tensor:
@@ -209,11 +211,11 @@ def _(
     return _codes(logits.shape[0] // occupied.shape[0], occupied)
 
 
-@torch.library.custom_op("kvtwin::synckv_choose", mutates_args=("code", "chosen"))
+@operation("kvtwin::synckv_choose", mutates_args=("code", "chosen"))
 def choose(due: Tensor, code: Tensor, fixed: Tensor, chosen: Tensor, count: int, exclude: bool) -> None:
     """`anticipate` by the codes of the R-heads of all ranks, [B, N_r, S]."""
     rows, slots, chunk = code.shape[0] * code.shape[1], code.shape[2], chunk_size()
-    chunks = triton.cdiv(slots, chunk)
+    chunks = cdiv(slots, chunk)
     histograms = torch.zeros(rows, 4, 256, dtype=torch.int32, device=code.device)
     with on_device_of(code):
         if exclude:
@@ -226,7 +228,7 @@ def _(due: Tensor, code: Tensor, fixed: Tensor, chosen: Tensor, count: int, excl
     return None
 
 
-@torch.library.custom_op("kvtwin::synckv_unite", mutates_args=("united", "marks"))
+@operation("kvtwin::synckv_unite", mutates_args=("united", "marks"))
 def unite(due: Tensor, chosen: Tensor, united: Tensor, marks: Tensor) -> None:
     """If `due`, write the tokens of all lists in chosen [B, N_r, N], each once, then -1, to united [B, 1, M] int64.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...reference.synckv._validate import check_heads_attention, check_sets, check_similarity
 from ...reference.synckv.contract import HeadClusters
 from .._common.launch import SMALL_TILES, check_launchable, on_device_of
+from .._common.operation import operation
 from ._select import select
 
 __all__ = ["cluster_heads", "head_similarity", "overlap"]
@@ -107,7 +108,7 @@ def _mean(points: list[list[float]]) -> list[float]:
 # Operation -----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::synckv_common_tokens", mutates_args=())
+@operation("kvtwin::synckv_common_tokens", mutates_args=())
 def common_tokens(first: Tensor, second: Tensor) -> Tensor:
     """The number of tokens in both sets: first [R, I, N], second [R, J, M] int64, -1 for none -> [R, I, J] int64."""
     first, second = first.contiguous(), second.contiguous()

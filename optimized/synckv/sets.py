@@ -23,6 +23,7 @@ from .._common.launch import (
     split_slots,
     stride_unit,
 )
+from .._common.operation import operation
 from ._score_kernels import logits_kernel, pool_kernel
 from ._select import chunk_size, select
 
@@ -90,7 +91,7 @@ def _nothing(key: Tensor) -> Tensor:
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::synckv_log_weights", mutates_args=())
+@operation("kvtwin::synckv_log_weights", mutates_args=())
 def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float, members: Tensor | None = None) -> Tensor:
     """log2 of the largest weight in each group, [B, N_r, S] float32; -inf in unoccupied slots.
 

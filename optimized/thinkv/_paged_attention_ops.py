@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from .._common.launch import (
@@ -15,12 +14,15 @@ from .._common.launch import (
     PROGRAMS,
     RESIDENT,
     SMALL_TILES,
+    cdiv,
     multiprocessors,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
     padded_slots,
 )
 from .._common.numerics import LOG2_E
+from .._common.operation import operation
 from ._paged_attention_kernels import attend_kernel, finish_kernel
 from ._paged_fragment_kernels import EIGHT, fragment_kernel
 from ._paging_ops import Layout, has_groups, layout
@@ -40,7 +42,7 @@ def _tile(block: int, head_dim: int, dtype: torch.dtype) -> int:
         wanted = 16
     else:
         wanted = 32 if SMALL_TILES else min(128, max(32, 16384 // padded_head_dim(head_dim)))
-    return max(wanted, triton.next_power_of_2(block))
+    return max(wanted, next_power_of_2(block))
 
 
 def _in_fragments(
@@ -65,7 +67,7 @@ def _splits(rows: int, tiles: int, device: torch.device) -> int:
     if INTERPRETED:
         wanted = 2
     elif rows >= RESIDENT // 2 * multiprocessors(device):
-        wanted = triton.cdiv(PROGRAMS * multiprocessors(device), rows)
+        wanted = cdiv(PROGRAMS * multiprocessors(device), rows)
     else:
         wanted = RESIDENT * multiprocessors(device) // rows
     return max(1, min(wanted, tiles, MAX_SPLITS))
@@ -82,7 +84,7 @@ def _fragment_splits(rows: int, tiles: int, device: torch.device) -> int:
     return max(1, min(wanted, tiles, MAX_SPLITS - 1))
 
 
-@torch.library.custom_op("kvtwin::thinkv_paged_attention", mutates_args=("completion_counters", "pooled"))
+@operation("kvtwin::thinkv_paged_attention", mutates_args=("completion_counters", "pooled"))
 def attend(
     query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
     slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, completion_counters: Tensor,
@@ -100,7 +102,7 @@ def attend(
     in_fragments = _in_fragments(plan_of, query.dtype, block, group, group_heads, head_dim, key_scales)
     tile = _fragment_tile(entries) if in_fragments else _tile(block, head_dim, query.dtype)
     # One thought type has at most a third of the entries, and no more blocks are live at a time.
-    tiles = triton.cdiv(entries // 3, tile // block)
+    tiles = cdiv(entries // 3, tile // block)
     # In fragment_kernel, the buffer is a part of its own.
     num_partials = (
         _fragment_splits(batch_heads, tiles, query.device) + 1 if in_fragments
@@ -128,7 +130,7 @@ def attend(
     )
     constants = {
         **plan_of.constants, **plan_of.units, "GROUP_HEADS": group_heads, "GROUP": group, "HEAD_DIM": head_dim,
-        "TILE": tile, "TOKENS": max(16, triton.next_power_of_2(group)), "HAS_SPARSITY_MASK": sparsity_mask is not None,
+        "TILE": tile, "TOKENS": max(16, next_power_of_2(group)), "HAS_SPARSITY_MASK": sparsity_mask is not None,
     }
     with on_device_of(query):
         if in_fragments:
@@ -146,7 +148,7 @@ def attend(
         finish_kernel[(batch_heads,)](
             logits, partial, row_maxima, weight_sums, counts, buffered, mask, output, below, sparsity,
             completion_counters, pooled, sums, math.log2(threshold), threshold, heads, slots, num_partials,
-            GROUP_HEADS=group_heads, GROUP_PAD=triton.next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
+            GROUP_HEADS=group_heads, GROUP_PAD=next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,
             D_PAD=d_pad, SPLITS=8 if num_partials <= 8 else MAX_SPLITS, CHUNK=16 if SMALL_TILES else 512,
             HAS_SPARSITY_MASK=sparsity_mask is not None, OF_MEAN=of_mean, OF_RANKS=of_ranks, num_warps=4,
         )

@@ -7,10 +7,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from .._common.launch import INTERPRETED, SMALL_TILES, on_device_of, padded_head_dim
+from .._common.launch import INTERPRETED, SMALL_TILES, cdiv, next_power_of_2, on_device_of, padded_head_dim
+from .._common.operation import operation
 from ._paging_kernels import PLAN_SLOTS, append_kernel, assign_kernel, evict_kernel
 from ._paging_read_kernels import CODES, read_kernel
 from ._paging_store_kernels import store_kernel
@@ -75,16 +75,21 @@ class Layout:
     @property
     def constants(self) -> dict[str, object]:
         """The formats, as constants of kernels."""
-        padded = (*self.formats, "", "")[:3]
-        return {
-            **self.types,
-            **{f"FORMAT_{number}": fmt for number, fmt in enumerate(padded)},
-            **{f"LANES_{number}": LANES.get(fmt, 1) for number, fmt in enumerate(padded)},
-        }
+        return _constants(self)
 
     @property
     def units(self) -> dict[str, float]:
         return {f"UNIT_{number}": UNITS.get(fmt, 1.0) for number, fmt in enumerate((*self.formats, "", "")[:3])}
+
+
+@lru_cache
+def _constants(plan_of: Layout) -> dict[str, object]:
+    padded = (*plan_of.formats, "", "")[:3]
+    return {
+        **plan_of.types,
+        **{f"FORMAT_{number}": fmt for number, fmt in enumerate(padded)},
+        **{f"LANES_{number}": LANES.get(fmt, 1) for number, fmt in enumerate(padded)},
+    }
 
 
 @lru_cache
@@ -96,7 +101,7 @@ def layout(formats: str, block: int, group: int, heads: int, head_dim: int, entr
     capacities = [entries // 3 * number.count(n) for n in range(len(distinct))]
     firsts = [sum(capacities[:n]) for n in range(len(distinct))]
     sizes = [
-        triton.cdiv(capacity * heads * record_bytes(fmt, block, group, head_dim), LINE) * LINE // WORD
+        cdiv(capacity * heads * record_bytes(fmt, block, group, head_dim), LINE) * LINE // WORD
         for capacity, fmt in zip(capacities, distinct, strict=True)
     ]
     base = tuple(sum(sizes[:n]) for n in range(len(distinct)))
@@ -119,16 +124,16 @@ def has_groups(fmt: str) -> bool:
 def token_words(fmt: str, head_dim: int) -> int:
     """Words of the codes of a key or a value."""
     if LANES[fmt] == 0:
-        return head_dim if fmt == "float32" else triton.cdiv(head_dim, 2)
-    return triton.cdiv(head_dim, WORD * LANES[fmt])
+        return head_dim if fmt == "float32" else cdiv(head_dim, 2)
+    return cdiv(head_dim, WORD * LANES[fmt])
 
 
 def record_bytes(fmt: str, block: int, group: int, head_dim: int) -> int:
     """Bytes of a record, one KV head of one block: for each slot the codes of key and value, each in whole words, and
     one byte per scale of the value, if it has scales of groups; rounded up to words."""
     codes = WORD * token_words(fmt, head_dim)
-    scales = triton.cdiv(head_dim, group) if has_groups(fmt) else 0
-    return 2 * block * codes + triton.cdiv(block * scales, WORD) * WORD
+    scales = cdiv(head_dim, group) if has_groups(fmt) else 0
+    return 2 * block * codes + cdiv(block * scales, WORD) * WORD
 
 
 class Places(NamedTuple):
@@ -146,12 +151,12 @@ def record_places(fmt: str, block: int, group: int, head_dim: int) -> Places:
     if lanes == 0:
         keys = slot * words * WORD + torch.arange(words * WORD)
         return Places(keys, block * words * WORD + keys, torch.empty(block, 0, dtype=torch.int64))
-    units = triton.cdiv(head_dim, 2 * lanes)
+    units = cdiv(head_dim, 2 * lanes)
     run = head_dim // (16 * lanes) if head_dim % (16 * lanes) == 0 else 1
     step, unit = 2 - block % 2, torch.arange(units)
     half = slot // step * (run * step) + slot % step + unit // run * (run * block) + unit % run * step
     values = block * words * WORD + (2 * half[:, :, None] + torch.arange(2)).flatten(1)
-    scales = 0 if fmt == "fp8" else triton.cdiv(head_dim, group)
+    scales = 0 if fmt == "fp8" else cdiv(head_dim, group)
     return Places(
         slot * words * WORD + torch.arange(words * WORD), values,
         2 * block * words * WORD + slot + torch.arange(scales) * block,
@@ -160,21 +165,21 @@ def record_places(fmt: str, block: int, group: int, head_dim: int) -> Places:
 
 def scale_bytes(head_dim: int) -> int:
     """Bytes of the scales of one KV head's keys, in whole words."""
-    return triton.cdiv(head_dim, WORD) * WORD
+    return cdiv(head_dim, WORD) * WORD
 
 
 def _new_blocks(group: int, block: int) -> int:
     """The largest number of blocks that a flush may open."""
-    return triton.cdiv(group, block)
+    return cdiv(group, block)
 
 
 def chunk_of(total: int) -> int:
     """Entries or slots per iteration. In the interpreter, tables have several chunks, so that tests cover what happens
     between them."""
-    return 8 if SMALL_TILES else min(1024, max(128, triton.next_power_of_2(total)))
+    return 8 if SMALL_TILES else min(1024, max(128, next_power_of_2(total)))
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::thinkv_paged_append", mutates_args=("buffer_key", "buffer_value", "positions", "buffered", "overflow")
 )
 def append(
@@ -190,7 +195,7 @@ def append(
             key, value, new_positions, buffer_key, buffer_value, positions, buffered, overflow,
             key.shape[2], heads, slots, slots - group, *key.stride(), *value.stride(), *new_positions.stride(),
             GROUP=group, HEAD_DIM=head_dim, D_PAD=d_pad,
-            HEADS=1 if SMALL_TILES else min(triton.next_power_of_2(heads), 2048 // d_pad), num_warps=4,
+            HEADS=1 if SMALL_TILES else min(next_power_of_2(heads), 2048 // d_pad), num_warps=4,
         )
 
 
@@ -202,7 +207,7 @@ def _(
     return None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::thinkv_paged_flush",
     mutates_args=(
         "pool", "key_scales", "chunk_scales", "positions", "segments", "evicted", "slot_groups", "block_thoughts",
@@ -221,14 +226,14 @@ def flush(
     plan_of = layout(formats, block, group, heads, head_dim, entries)
     new = _new_blocks(group, block)
     plan = torch.empty(batch, PLAN_SLOTS.value + group + 2 * new, dtype=torch.int32, device=pool.device)
-    tokens = triton.next_power_of_2(group)
+    tokens = next_power_of_2(group)
     with on_device_of(pool):
         assign_kernel[(batch,)](
             rows, thought, segment, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used,
             group_tokens, starts, counts, buffered, overflow, plan,
             slots, entries, groups, starts.shape[1], rows.stride(0), thought.stride(0), segment.stride(0),
             *plan_of.first, *plan_of.capacity,
-            **plan_of.types, GROUP=group, BLOCK=block, NEW=new, TOKENS=tokens, BLOCKS=triton.next_power_of_2(new),
+            **plan_of.types, GROUP=group, BLOCK=block, NEW=new, TOKENS=tokens, BLOCKS=next_power_of_2(new),
             CHUNK=chunk_of(entries), num_warps=4,
         )
         store_kernel[(batch * heads,)](
@@ -251,7 +256,7 @@ def _(
     return None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::thinkv_paged_evict",
     mutates_args=(
         "positions", "segments", "evicted", "slot_groups", "block_thoughts", "physical", "order", "used",
@@ -266,7 +271,7 @@ def evict(
     batch, slots = positions.shape
     entries = block_thoughts.shape[1]
     plan_of = layout(formats, block, 1, 1, 1, entries)
-    block_pad = triton.next_power_of_2(block)
+    block_pad = next_power_of_2(block)
     with on_device_of(positions):
         evict_kernel[(batch,)](
             tokens, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used, group_tokens,
@@ -284,7 +289,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("kvtwin::thinkv_paged_read", mutates_args=())
+@operation("kvtwin::thinkv_paged_read", mutates_args=())
 def read(
     pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
     positions: Tensor, slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, formats: str, block: int,
@@ -297,7 +302,7 @@ def read(
     plan_of = layout(formats, block, group, heads, head_dim, entries)
     keys, values = _shown(positions, buffer_key, what), _shown(positions, buffer_key, what)
     tile = 64 if INTERPRETED else 32
-    tiles = triton.cdiv(slots, tile)
+    tiles = cdiv(slots, tile)
     with on_device_of(pool):
         read_kernel[(batch * heads * tiles,)](
             keys, values, pool, pool.view(torch.uint8), key_scales.view(torch.uint8), chunk_scales, buffer_key,

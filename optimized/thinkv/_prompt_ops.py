@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...reference.thinkv.types import Thought
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
+from .._common.operation import operation
 from ._paging_ops import LANES, Layout, chunk_of, layout
 from ._paging_store_kernels import store_prompt_kernel
 from ._prompt_kernels import cluster_kernel, place_kernel, prepare_kernel
@@ -22,7 +23,7 @@ def _format_of(plan_of: Layout) -> tuple[str, int]:
     return plan_of.formats[number], plan_of.base[number]
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::thinkv_plan_prompt", mutates_args=("sizes", "levels", "live", "over_budget", "segment")
 )
 def plan_prompt(
@@ -81,7 +82,7 @@ def _(
     )
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::thinkv_place_prompt",
     mutates_args=(
         "place", "positions", "segments", "evicted", "slot_groups", "block_thoughts", "physical", "entry_order", "used",
@@ -124,7 +125,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("kvtwin::thinkv_store_prompt", mutates_args=("pool", "key_scales", "chunk_scales"))
+@operation("kvtwin::thinkv_store_prompt", mutates_args=("pool", "key_scales", "chunk_scales"))
 def store_prompt(
     key: Tensor, value: Tensor, order: Tensor, place: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
     slot_groups: Tensor, physical: Tensor, formats: str, block: int, group: int, tau: int,

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from .._common.launch import SMALL_TILES, on_device_of
+from .._common.operation import operation
 from . import _paging_ops as ops
 from ._ranks_kernels import (
     gram_kernel,
@@ -20,7 +21,7 @@ from ._ranks_kernels import (
 from ._tiles import ITERATIONS, programs, tile
 
 
-@torch.library.custom_op("kvtwin::thinkv_sparsity_of_ranks", mutates_args=())
+@operation("kvtwin::thinkv_sparsity_of_ranks", mutates_args=())
 def sparsity(
     pooled: Tensor, counts: Tensor, buffered: Tensor, sparsity_mask: Tensor | None, block: int, slots: int,
     threshold: float, of_mean: bool,
@@ -47,7 +48,7 @@ def _(
     return pooled.new_empty(pooled.shape[:1])
 
 
-@torch.library.custom_op("kvtwin::thinkv_grams", mutates_args=())
+@operation("kvtwin::thinkv_grams", mutates_args=())
 def grams(
     sizes: Tensor, planned: Tensor, first: Tensor, block_thoughts: Tensor, segments: Tensor, positions: Tensor,
     slot_groups: Tensor, physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str,
@@ -81,7 +82,7 @@ def _(
     return torch.empty(len(sizes), rows, tau, dtype=torch.float32, device=positions.device)
 
 
-@torch.library.custom_op("kvtwin::thinkv_shrink_by_grams", mutates_args=())
+@operation("kvtwin::thinkv_shrink_by_grams", mutates_args=())
 def shrink(
     every: Tensor, sizes: Tensor, planned: Tensor, first: Tensor, segments: Tensor, positions: Tensor,
     physical: Tensor, block: int, head_dim: int, most: int, replicas: int,
@@ -114,7 +115,7 @@ def _slots_at_once(slots: int) -> int:
     return 8 if SMALL_TILES else min(1024, max(16, triton.next_power_of_2(slots)))
 
 
-@torch.library.custom_op("kvtwin::thinkv_segment_gram", mutates_args=())
+@operation("kvtwin::thinkv_segment_gram", mutates_args=())
 def segment_gram(key: Tensor, keep: int) -> Tensor:
     """The Gram matrix [L, L] of a segment's keys [H, L, D], float32 and contiguous."""
     heads, length, head_dim = key.shape
@@ -133,7 +134,7 @@ def _(key: Tensor, keep: int) -> Tensor:
     return key.new_empty(key.shape[1], key.shape[1])
 
 
-@torch.library.custom_op("kvtwin::thinkv_segment_choice", mutates_args=())
+@operation("kvtwin::thinkv_segment_choice", mutates_args=())
 def segment_choice(every: Tensor, keep: int, head_dim: int, replicas: int) -> tuple[Tensor, Tensor]:
     """Indices and assignments of a segment, by its Gram matrices of all ranks, every [ranks, L, L]; keep < L."""
     ranks, length, _ = every.shape

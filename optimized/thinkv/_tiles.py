@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 
-from .._common.launch import INTERPRETED, multiprocessors
+from .._common.launch import INTERPRETED, cdiv, multiprocessors, next_power_of_2
 
 #: Iterations of k-means.
 ITERATIONS = 10
@@ -27,10 +26,10 @@ def tile(tokens: int, most: int, head_dim: int) -> dict[str, int]:
     the same tokens bitwise. In the interpreter tiles are as small as possible.
     """
     if INTERPRETED:
-        padded = max(16, triton.next_power_of_2(tokens))
-        clusters = min(padded, max(16, triton.next_power_of_2(most)))
+        padded = max(16, next_power_of_2(tokens))
+        clusters = min(padded, max(16, next_power_of_2(most)))
         return {"TOKENS": padded, "CLUSTERS": clusters, "CHANNELS": 16, "num_warps": 8}
-    clusters, channels = FEW_CLUSTERS if most <= FEW_CLUSTERS else MAX_TOKENS, max(16, triton.next_power_of_2(head_dim))
+    clusters, channels = FEW_CLUSTERS if most <= FEW_CLUSTERS else MAX_TOKENS, max(16, next_power_of_2(head_dim))
     return {"TOKENS": MAX_TOKENS, "CLUSTERS": clusters, "CHANNELS": min(64, channels), "num_warps": 8}
 
 
@@ -39,7 +38,7 @@ def programs(batch: int, segments: int, device: torch.device) -> int:
     rows even programs that find nothing to do take time."""
     if INTERPRETED:
         return 1
-    return min(ROW_PROGRAMS, segments, max(1, triton.cdiv(PROGRAMS * multiprocessors(device), batch)))
+    return min(ROW_PROGRAMS, segments, max(1, cdiv(PROGRAMS * multiprocessors(device), batch)))
 
 
 def packed_retention(retention: Sequence[int]) -> int:

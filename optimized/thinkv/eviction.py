@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
 from ...reference._validate_ranks import ProcessGroup, check_heads
 from ...reference.thinkv._validate import check_anneal, check_segment, check_segments
 from ...reference.thinkv.types import AnnealResult, RepresentativesResult
-from .._common.launch import check_launchable, on_device_of, stride_unit
+from .._common.launch import check_launchable, next_power_of_2, on_device_of, stride_unit
+from .._common.operation import operation
 from .._common.ranks import Ranks
 from . import _ranks_ops as on_ranks
 from ._eviction_kernels import anneal_kernel, representatives_kernel
@@ -32,6 +32,14 @@ def anneal(
     """
     retention = check_anneal(size, level, thought, current, trajectory_change, live, budget, retention)
     check_launchable(size=size)
+    return plan_anneal(size, level, thought, current, trajectory_change, live, budget, retention)
+
+
+def plan_anneal(
+    size: Tensor, level: Tensor, thought: Tensor, current: Tensor, trajectory_change: Tensor, live: Tensor, budget: int,
+    retention: Sequence[int],
+) -> AnnealResult:
+    """`anneal` of a state's own tensors, without checks."""
     return AnnealResult(*_anneal(size, level, thought, current, trajectory_change, live, budget, list(retention)))
 
 
@@ -81,7 +89,7 @@ def _check_tokens(name: str, tokens: int) -> None:
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::thinkv_anneal", mutates_args=())
+@operation("kvtwin::thinkv_anneal", mutates_args=())
 def _anneal(
     size: Tensor, level: Tensor, thought: Tensor, current: Tensor, trajectory_change: Tensor, live: Tensor,
     budget: int, retention: Sequence[int],
@@ -93,7 +101,7 @@ def _anneal(
             size, level, thought, current, trajectory_change, live, new_size, new_level, over_budget, segments, budget,
             *size.stride(), *level.stride(), *thought.stride(), *current.stride(), *trajectory_change.stride(),
             *live.stride(), RETENTION=packed_retention(retention), LEVELS=len(retention),
-            SEGMENTS=max(16, triton.next_power_of_2(segments)), num_warps=1 if segments <= 64 else 4,
+            SEGMENTS=max(16, next_power_of_2(segments)), num_warps=1 if segments <= 64 else 4,
         )
     return new_size, new_level, over_budget
 
@@ -111,7 +119,7 @@ def _annealed(size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return size.new_empty(size.shape), size.new_empty(size.shape), size.new_empty(size.shape[:1], dtype=torch.bool)
 
 
-@torch.library.custom_op("kvtwin::thinkv_select", mutates_args=())
+@operation("kvtwin::thinkv_select", mutates_args=())
 def _select(key_segment: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Indices and assignments of one segment [Hkv, L, D]."""
     size, device = key_segment.shape[1], key_segment.device
@@ -135,7 +143,7 @@ def _(key_segment: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op("kvtwin::thinkv_representatives", mutates_args=())
+@operation("kvtwin::thinkv_representatives", mutates_args=())
 def _representatives(key: Tensor, slots: Tensor, keep: Tensor, most: int) -> Tensor:
     return _launch(key, slots, keep, most)
 

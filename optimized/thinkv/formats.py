@@ -20,6 +20,7 @@ from ...reference.thinkv._validate_formats import (
 )
 from ...reference.thinkv.types import Quantized
 from .._common.launch import INTERPRETED, check_launchable, on_device_of
+from .._common.operation import operation
 from ._formats_kernels import (
     dequantize_kernel,
     largest_kernel,
@@ -87,7 +88,7 @@ def unpack(packed: Tensor, bits: int, size: int) -> Tensor:
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::thinkv_quantize", mutates_args=())
+@operation("kvtwin::thinkv_quantize", mutates_args=())
 def _quantize(
     x: Tensor, fmt: str, axis: int, group: int, rule: str, tensor_scale: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +129,7 @@ def _(x: Tensor, fmt: str, axis: int, group: int, rule: str, tensor_scale: bool)
     return _results(x, fmt, axis, group)
 
 
-@torch.library.custom_op("kvtwin::thinkv_dequantize", mutates_args=())
+@operation("kvtwin::thinkv_dequantize", mutates_args=())
 def _dequantize(
     codes: Tensor, scales: Tensor, second: Tensor | None, fmt: str, axis: int, group: int, dtype: torch.dtype
 ) -> Tensor:
@@ -157,7 +158,7 @@ def _(
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
-@torch.library.custom_op("kvtwin::thinkv_pack", mutates_args=())
+@operation("kvtwin::thinkv_pack", mutates_args=())
 def _pack(codes: Tensor, bits: int) -> Tensor:
     size = codes.shape[-1]
     packed = torch.empty(*codes.shape[:-1], _width(size, bits), dtype=torch.uint8, device=codes.device)
@@ -174,7 +175,7 @@ def _(codes: Tensor, bits: int) -> Tensor:
     return codes.new_empty(*codes.shape[:-1], _width(codes.shape[-1], bits))
 
 
-@torch.library.custom_op("kvtwin::thinkv_unpack", mutates_args=())
+@operation("kvtwin::thinkv_unpack", mutates_args=())
 def _unpack(packed: Tensor, bits: int, size: int) -> Tensor:
     codes = torch.empty(*packed.shape[:-1], size, dtype=torch.uint8, device=packed.device)
     block = _block(codes.numel(), 1)

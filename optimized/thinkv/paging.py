@@ -155,6 +155,9 @@ class PagedCache(Buffers, Interruptible):
         """Quantize the buffers of `rows` [B] bool in the format of `thought` [B] int64 (0 T, 1 E, 2 R), and assign
         slots to their tokens, which become tokens of `segment` [B] int64. If there is no room, see overflow."""
         check_flush(rows, thought, segment, batch=self.shape[0], device=self.device)
+        self._flush(rows, thought, segment)
+
+    def _flush(self, rows: Tensor, thought: Tensor, segment: Tensor) -> None:
         self._start_change("flush")
         ops.flush(rows, thought, segment, *self._storage, *self._tables, self._formats, self.config.block)
         self._end_change()
@@ -162,6 +165,9 @@ class PagedCache(Buffers, Interruptible):
     def evict(self, tokens: Tensor) -> None:
         """Evict the tokens in the slots `tokens` [B, S] bool; slots without a quantized token are ignored."""
         check_rows("tokens", tokens, (self.shape[0], self.config.slots), "[B, S]", self.device)
+        self._evict(tokens)
+
+    def _evict(self, tokens: Tensor) -> None:
         tables = self._tables
         self._start_change("evict")
         ops.evict(

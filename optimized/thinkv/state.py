@@ -17,6 +17,7 @@ from ...reference.thinkv.contract import ThinKVConfig
 from ...reference.thinkv.types import Thought
 from .._common import beside, graph
 from .._common.launch import SMALL_TILES, on_device_of
+from .._common.operation import operation
 from .._common.ranks import ranks_of
 from .._common.state import State
 from . import _paging_ops as ops
@@ -24,7 +25,7 @@ from . import _ranks_ops as on_ranks
 from ._shrink_kernels import shrink_kernel
 from ._state_kernels import begin_kernel, settle_kernel
 from ._tiles import ITERATIONS, MAX_TOKENS, programs, tile
-from .eviction import anneal
+from .eviction import plan_anneal
 from .paging import PagedCache, decode_with
 
 __all__ = ["ThinKVConfig", "ThinKVState"]
@@ -220,7 +221,7 @@ class ThinKVState(State):
             self._segment, self._seen, self._decoded, self._position, self._sparsity_mask, self.cache.overflow,
             config.tau, config.max_tokens,
         )
-        self.cache.append(key, value, self._position)
+        self.cache._append_tokens(key[:, :, None], value[:, :, None], self._position[:, None])
         begins = self._captured or self._steps % config.tau == 0
         output, sparsity = decode_with(
             self._ranks if begins else None, query, self.cache, self.scale, self._sparsity_mask
@@ -231,7 +232,7 @@ class ThinKVState(State):
             self._position, self._sparsity_mask, self.cache.buffered, self._segment_sizes, self._live, self._flushing,
             self._change, config.tau, config.group, low, high, config.edges is not None,
         )
-        self.cache.flush(self._flushing, self._thought, self._segment)
+        self.cache._flush(self._flushing, self._thought, self._segment)
         self._counted, self._steps = self._counted + 1, self._steps + 1
         self._evict(self._shared_rows())
         self._end_change()
@@ -249,9 +250,9 @@ class ThinKVState(State):
         """Shrink every segment before the current one to the size that definition 3 gives it. rows: the most tokens
         that these segments have."""
         config, cache = self.config, self.cache
-        plan = anneal(
-            self._segment_sizes, self.levels, self._thoughts, self._segment, self._change, live=self._live,
-            budget=config.budget, retention=config.retention,
+        plan = plan_anneal(
+            self._segment_sizes, self.levels, self._thoughts, self._segment, self._change, self._live, config.budget,
+            config.retention,
         )
         storage, tables = cache._storage, cache._tables
         keys = (
@@ -260,12 +261,12 @@ class ThinKVState(State):
             self.sizes.head_dim, min(config.retention[0], config.tau),
         )
         if self._ranks is None:
-            cache.evict(_shrink(self._segment_sizes, plan.size, *keys))
+            cache._evict(_shrink(self._segment_sizes, plan.size, *keys))
         elif rows:
             tokens = self._segment_sizes.where(plan.size < self._segment_sizes, 0)
             first = tokens.cumsum(1) - tokens
             grams = on_ranks.grams(self._segment_sizes, plan.size, first, *keys, rows)
-            cache.evict(on_ranks.shrink(
+            cache._evict(on_ranks.shrink(
                 self._ranks.each(grams), self._segment_sizes, plan.size, first, tables.segments, tables.positions,
                 tables.physical, config.block, *keys[-2:], self._ranks.replicas,
             ))
@@ -290,7 +291,7 @@ class ThinKVState(State):
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::thinkv_begin", mutates_args=("segment", "positions", "sparsity_mask", "overflow"))
+@operation("kvtwin::thinkv_begin", mutates_args=("segment", "positions", "sparsity_mask", "overflow"))
 def _begin(
     segment: Tensor, seen: Tensor, decoded: Tensor, positions: Tensor, sparsity_mask: Tensor, overflow: Tensor,
     tau: int, most: int,
@@ -301,7 +302,7 @@ def _begin(
         )
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::thinkv_settle",
     mutates_args=("sparsity", "thought", "thoughts", "seen", "decoded", "sizes", "live", "flush", "change"),
 )
@@ -317,7 +318,7 @@ def _settle(
         )
 
 
-@torch.library.custom_op("kvtwin::thinkv_shrink", mutates_args=())
+@operation("kvtwin::thinkv_shrink", mutates_args=())
 def _shrink(
     sizes: Tensor, planned: Tensor, block_thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
     physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str, block: int, group: int,

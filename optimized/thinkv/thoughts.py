@@ -24,6 +24,7 @@ from .._common.launch import (
     split_slots,
     stride_unit,
 )
+from .._common.operation import operation
 from ._calibration import MODES, average, modes
 from ._thoughts_kernels import classify_kernel, count_kernel, denominators_kernel, mean_count_kernel, share_kernel
 
@@ -87,7 +88,7 @@ def calibrate(
 # Operations ----------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("kvtwin::thinkv_attention_sparsity", mutates_args=())
+@operation("kvtwin::thinkv_attention_sparsity", mutates_args=())
 def _attention_sparsity(
     query: Tensor, key: Tensor, occupied: Tensor, threshold: float, scale: float, of_mean: bool
 ) -> Tensor:
@@ -133,7 +134,7 @@ def _(query: Tensor, key: Tensor, occupied: Tensor, threshold: float, scale: flo
     return query.new_empty(query.shape[:1], dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::thinkv_classify", mutates_args=())
+@operation("kvtwin::thinkv_classify", mutates_args=())
 def _classify(sparsity: Tensor, low: float, high: float) -> Tensor:
     sparsity = sparsity.contiguous()
     thought = torch.empty(sparsity.shape, dtype=torch.int64, device=sparsity.device)

@@ -1,6 +1,7 @@
 """The papers' headline experiments on this GPU: models of the true shape with random weights, against their peers.
 
     python -m perf.headline                          run all; --only NAME runs one; --out FOLDER for the JSON
+    python -m perf.headline.generate                 run that experiment alone: systems, shapes, a limit; it resumes
     python -m perf.headline.page FOLDER              print the figures as a table, as in the report
 
 The speed does not depend on the values of the weights. Some states are built by filling their buffers, because the
@@ -9,4 +10,4 @@ paper.
 """
 
 #: In the order of execution.
-EXPERIMENTS = ("longflow", "thinkv", "epikv", "keydiff", "synckv", "memory")
+EXPERIMENTS = ("longflow", "thinkv", "epikv", "keydiff", "synckv", "memory", "generate")

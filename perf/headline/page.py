@@ -18,6 +18,7 @@ from typing import Any
 from ..device import slug
 from ..report import HEADLINE, rounded
 from . import EXPERIMENTS
+from .generate import CAPTURED
 from .plots import Panel, bars, lines, svg
 from .rows import COLUMNS, rows
 
@@ -104,6 +105,11 @@ def panels(result: Figures) -> list[Panel]:
             for setting, one in synckv.items() if f"{key}, ms a step" in one
         } for name, key in (("full attention",) * 2, ("SyncKV", "synckv"), ("offloaded", "offloaded"))}
         found.append(lines("Llama-8B shape, batch 1, ms a step by tokens", {k: v for k, v in series.items() if v}))
+    for setting, systems in all_figures.get("generate", {}).items():
+        times = {name: one["ms_per_token"] for name, one in systems.items() if "ms_per_token" in one}
+        if times:
+            ours = [name for name in times if name.endswith(CAPTURED)]
+            found.append(bars(f"transformers' generate, {setting}, ms per token", times, ours))
     memory = all_figures.get("memory", {})
     if memory:
         peaks = {name: one["peak_bytes"] / 2**30 for name, one in memory.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .generate import CAPTURED, PEERS
 from .plots import number
 
 COLUMNS = ("paper", "its figure", "here", "what differs")
@@ -168,6 +169,16 @@ def _memory(figures: Figures) -> str:
     )
 
 
+def _generate(figures: Figures) -> str:
+    """Peers, and our caches with `captured`. The plots have the others."""
+    return "; ".join(
+        f"{setting}: " + ", ".join(
+            f"{system} {number(one['ms_per_token'])} ms" for system, one in systems.items()
+            if "ms_per_token" in one and (system in PEERS or system.endswith(CAPTURED))
+        ) for setting, systems in figures.items()
+    )
+
+
 def _ordered(figures: Figures) -> Iterator[tuple[str, Any]]:
     yield from sorted(figures.items(), key=lambda item: item[1]["peak_bytes"])
 
@@ -235,5 +246,9 @@ _ROWS: tuple[tuple[str, str, str, Callable[[Figures], str], str], ...] = (
     (
         "memory", "LongFlow, figure 4: peak and fragmentation", "less fragmented than others, no figures in the text",
         _memory, "caches without a model, budget 1024, batch 16, no CUDA graphs",
+    ),
+    (
+        "generate", "transformers' generate, time per token", "no paper's figure", _generate,
+        "models of 8 billion parameters; budget 2048; `captured` replays decode steps as CUDA graphs",
     ),
 )

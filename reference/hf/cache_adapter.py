@@ -185,8 +185,9 @@ class StateLayer(CacheLayerMixin):
                 "attention_mask has padding behind tokens that the cache has seen: all of a prompt's padding must lie "
                 "in the first forward pass on this cache (a larger prefill_chunk_size; no padded second turn)",
             )
-        tokens = range(key.shape[2])
-        return torch.stack([self.state.step(query[:, :, t], key[:, :, t], value[:, :, t]) for t in tokens], dim=2)
+        tokens = zip(*(one.unbind(2) for one in (query, key, value)), strict=True)
+        outputs: list[Tensor] = [self.state.step(*token) for token in tokens]
+        return outputs[0][:, :, None] if len(outputs) == 1 else torch.stack(outputs, dim=2)
 
     def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int) -> None:
         """Create a state for these tokens, unless the current one fits. ValueError if it does not fit but holds tokens.

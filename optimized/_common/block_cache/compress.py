@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import SMALL_TILES, on_device_of, padded_head_dim
+from ..operation import operation
 from .evict_kernels import (
     COUNTED,
     NEVER,
@@ -63,7 +64,7 @@ def between(sizes: Sizes, observers: int, device: torch.device) -> Between:
     )
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::block_weigh_window", mutates_args=("softmax_parts", "received", "completion_counters")
 )
 def weigh_window(
@@ -94,7 +95,7 @@ def _(
     return None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::block_compress",
     mutates_args=(
         "key", "value", "occupied", "positions", "score", "token_index", "seen", "counts", "order", "numbers",
@@ -138,7 +139,7 @@ def _(
     return None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::block_thin",
     mutates_args=(
         "key", "value", "occupied", "positions", "score", "token_index", "carried", "seen", "counts", "numbers"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ....reference.contract import Sizes
@@ -17,15 +16,18 @@ from ..launch import (
     MAX_SPLITS,
     RESIDENT,
     SMALL_TILES,
+    cdiv,
     dependent_launch,
     fp8_codes,
     fp8_format,
     multiprocessors,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
     stride_unit,
 )
 from ..numerics import LOG2_E
+from ..operation import operation
 from .attend_kernels import attention_kernel, received_kernel
 
 
@@ -148,13 +150,13 @@ def _received_tile(query: Tensor, key: Tensor, attended: int) -> tuple[int, int,
         return (16 if rows <= 16 else 64), 64, 2, 4
     if rows <= 16:
         return 16, 64, 3, 4
-    programs = key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], RECEIVED_TILE[1])
+    programs = key.shape[0] * key.shape[1] * cdiv(key.shape[2], RECEIVED_TILE[1])
     return RECEIVED_TILE if programs > 2 * multiprocessors(key.device) else RECEIVED_TILE_OF_FEW
 
 
 def counters_of(sizes: Sizes, queries: int) -> int:
     """The most programs that `launch_attention` may have per split of the slots."""
-    return sizes.batch * sizes.key_value_heads * triton.cdiv(queries * sizes.group, LEAST_ROWS)
+    return sizes.batch * sizes.key_value_heads * cdiv(queries * sizes.group, LEAST_ROWS)
 
 
 def _split(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
@@ -163,8 +165,8 @@ def _split(programs: int, tiles: int, device: torch.device) -> tuple[int, int]:
         wanted, least = (3 if tiles % 2 else 1), 1                     # so that tests cover both cases
     else:
         wanted, least = multiprocessors(device) // programs, TILES_EACH
-    each = triton.cdiv(tiles, max(1, min(wanted, tiles // least, MAX_SPLITS)))
-    return triton.cdiv(tiles, each), each
+    each = cdiv(tiles, max(1, min(wanted, tiles // least, MAX_SPLITS)))
+    return cdiv(tiles, each), each
 
 
 def _arguments(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor) -> tuple[object, ...]:
@@ -195,7 +197,7 @@ def scale_stride(scale: Tensor | None) -> int | None:
     return scale.stride(0) if scale.dim() else 0
 
 
-@torch.library.custom_op("kvtwin::block_attend", mutates_args=("completion_counters",))
+@operation("kvtwin::block_attend", mutates_args=("completion_counters",))
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, occupied: Tensor,
     scale: float, completion_counters: Tensor | None, fp8: torch.dtype | None,
@@ -218,7 +220,7 @@ def _(
     return query.new_empty(query.shape), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::block_attend_into", mutates_args=("output", "completion_counters"))
+@operation("kvtwin::block_attend_into", mutates_args=("output", "completion_counters"))
 def _attend_into(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor, completion_counters: Tensor | None,
     scale: float,
@@ -268,8 +270,8 @@ def launch_attention(
     value = key if value is None else value
     shape = _shape(query, key, value)
     rows, block, stages, warps = _attention_tile(query, key)
-    programs = query.shape[0] * key.shape[1] * triton.cdiv(query.shape[2] * shape["GROUP"], rows)
-    splits, each = _split(programs, triton.cdiv(key.shape[2], block), key.device)
+    programs = query.shape[0] * key.shape[1] * cdiv(query.shape[2] * shape["GROUP"], rows)
+    splits, each = _split(programs, cdiv(key.shape[2], block), key.device)
     scratch: list[Tensor | None] = [None] * 4
     if splits > 1:
         partial, row_maxima, weight_sums = (
@@ -286,7 +288,7 @@ def launch_attention(
             *scratch, scale * LOG2_E.value, *_arguments(query, key, value, occupied), *numbers,
             scale_stride(stored.key_scale), scale_stride(stored.value_scale), splits, each,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
-            OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=triton.next_power_of_2(splits),
+            OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=next_power_of_2(splits),
             FP8=fp8_format(stored.fp8, key.device), num_warps=warps, **dependent_launch(key.device),
         )
 
@@ -301,14 +303,14 @@ def launch_received(
     shape = _shape(query, key, key)
     attended = softmax_parts.stride(2)
     rows, block, stages, warps = _received_tile(query, key, attended)
-    heads, blocks = key.shape[0] * key.shape[1], triton.cdiv(key.shape[2], block)
+    heads, blocks = key.shape[0] * key.shape[1], cdiv(key.shape[2], block)
     tensors, numbers = _of_window(window)
     each = 1
     if tensors[2] is not None:
-        wanted = 2 if INTERPRETED else max(1, triton.cdiv(RESIDENT * multiprocessors(key.device), heads))
-        each = triton.cdiv(blocks, min(wanted, blocks))
+        wanted = 2 if INTERPRETED else max(1, cdiv(RESIDENT * multiprocessors(key.device), heads))
+        each = cdiv(blocks, min(wanted, blocks))
     with on_device_of(query):
-        received_kernel[(heads * triton.cdiv(blocks, each),)](
+        received_kernel[(heads * cdiv(blocks, each),)](
             query, key, key, stored.key_scale, occupied, *tensors, softmax_parts, result, magnitude, rank,
             scale * LOG2_E.value, *_arguments(query, key, key, occupied), *numbers, scale_stride(stored.key_scale),
             each, result.stride(1) if add else key.shape[2], softmax_parts.stride(0), attended,
@@ -318,7 +320,7 @@ def launch_received(
         )
 
 
-@torch.library.custom_op("kvtwin::block_received", mutates_args=())
+@operation("kvtwin::block_received", mutates_args=())
 def _received(
     query: Tensor, key: Tensor, key_scale: Tensor | None, occupied: Tensor, softmax_parts: Tensor, scale: float,
     mean: bool, fp8: torch.dtype | None,
@@ -338,7 +340,7 @@ def _(
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtwin::block_accumulate", mutates_args=("score", "rank"))
+@operation("kvtwin::block_accumulate", mutates_args=("score", "rank"))
 def _accumulate(
     query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, magnitude: Tensor | None,
     rank: Tensor | None, scale: float,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..launch import INTERPRETED, dependent_launch, fp8_format, group_rows, on_device_of
 from ..numerics import LOG2_E
+from ..operation import operation
 from .attend_kernels import newest_kernel
 from .kernels import PLAIN, Stored, _arguments, _shape, scale_stride
 
@@ -38,7 +39,7 @@ def update_by_newest(
     return log_weight
 
 
-@torch.library.custom_op("kvtwin::block_received_of_newest", mutates_args=("weight",))
+@operation("kvtwin::block_received_of_newest", mutates_args=("weight",))
 def _newest(
     query: Tensor, key: Tensor, key_scale: Tensor | None, occupied: Tensor, softmax_parts: Tensor, weight: Tensor,
     scale: float, update: bool, fp8: torch.dtype | None,

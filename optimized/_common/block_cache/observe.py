@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import SMALL_TILES, on_device_of, padded_head_dim
+from ..operation import operation
 
 #: Queries per program. In the interpreter few, so that tests cover several programs.
 QUERIES = 2 if SMALL_TILES else 32
 
 
-@torch.library.custom_op("kvtwin::block_observe", mutates_args=("window_query", "window_positions"))
+@operation("kvtwin::block_observe", mutates_args=("window_query", "window_positions"))
 def observe(
     query: Tensor, valid: Tensor, seen: Tensor, window_query: Tensor, window_positions: Tensor, counted: bool = False
 ) -> None:

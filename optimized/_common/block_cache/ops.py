@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from ..launch import INTERPRETED, SMALL_TILES, dependent_launch, on_device_of, padded_head_dim
+from ..operation import operation
 from .choose_kernel import choose_kernel
 from .evict_kernels import arrive_kernel, evict_kernel, settle_kernel
 
@@ -45,7 +46,7 @@ def _tokens(count: int) -> int:
     return 16 if SMALL_TILES or count <= 16 else 32
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::block_arrive",
     mutates_args=(
         "key", "value", "occupied", "positions", "score", "token_index", "magnitude", "valid_seen", "counts",
@@ -86,7 +87,7 @@ def _(
     return None
 
 
-@torch.library.custom_op("kvtwin::block_choose", mutates_args=("seen",))
+@operation("kvtwin::block_choose", mutates_args=("seen",))
 def choose(
     rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
     seen: Tensor, budget: int, count: int, came: int, sinks: int, recent: int,
@@ -107,7 +108,7 @@ def _(
     return occupied.new_empty((*occupied.shape[:2], count), dtype=torch.int32)
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::block_settle",
     mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "carried"),
 )
@@ -129,7 +130,7 @@ def _(
     return None
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::block_evict",
     mutates_args=("key", "value", "occupied", "positions", "score", "token_index", "carried", "seen"),
 )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..launch import SMALL_TILES, on_device_of
 from ..numerics import finite_or_zero, log2_or_minus_inf
+from ..operation import operation
 
 BLOCK = 16 if SMALL_TILES else 128
 
 
-@torch.library.custom_op("kvtwin::block_over_heads", mutates_args=("weight", "log_weight"))
+@operation("kvtwin::block_over_heads", mutates_args=("weight", "log_weight"))
 def over_heads(weight: Tensor, log_weight: Tensor) -> None:
     """Replace each head's weights by their mean over the heads, and the base-2 logarithms by that of the sum.
 

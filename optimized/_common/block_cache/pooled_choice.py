@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..launch import dependent_launch, on_device_of
 from ..numerics import previous_done, sortable
+from ..operation import operation
 from .choose_kernel import settled
 from .evict_kernels import COUNTED, NEVER, count_all
 from .ops import INDEPENDENT, choosing_warps, codes_at_once
@@ -20,7 +21,7 @@ from .ops import INDEPENDENT, choosing_warps, codes_at_once
 _NEAR = tl.constexpr(8)
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::block_choose_pooled", mutates_args=("score", "seen", "counts", "order", "numbers"),
 )
 def choose_pooled(

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..launch import SMALL_TILES, on_device_of, padded_head_dim
 from ..numerics import float32, round_to
+from ..operation import operation
 
 #: Vectors per program.
 BLOCK = 16 if SMALL_TILES else 32
 
 
-@torch.library.custom_op("kvtwin::block_rotate", mutates_args=())
+@operation("kvtwin::block_rotate", mutates_args=())
 def rotate(vector: Tensor, token_index: Tensor, evicted: Tensor, frequencies: Tensor, sinks: int) -> Tensor:
     """vector [B, H, N, D], rotated by its token's place, in its dtype and contiguous.
 

@@ -5,23 +5,25 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ....reference.contract import Sizes
 from ..launch import (
     MAX_SPLITS,
     SMALL_TILES,
+    cdiv,
     discards,
     fused,
     group_rows,
     key_block,
+    next_power_of_2,
     on_device_of,
     padded_head_dim,
     padded_slots,
     split_slots,
 )
 from ..numerics import LOG2_E
+from ..operation import operation
 from .decode_kernels import finish_kernel, step_kernel
 from .score_kernels import ACTIVATE, AGE, APPEND, NEWEST, NOTHING, RANDOM, RENEW, SUM
 
@@ -69,20 +71,20 @@ def _plan(sizes: Sizes, budget: int, itemsize: int, device: torch.device, rule: 
     if itemsize == 4:
         block = 16                                                     # see kernels.FLOAT32_TILE
     splits, split_size = split_slots(sizes, block, device)
-    sixteens = triton.cdiv(budget + 1, 16)
-    blocks = triton.cdiv(sixteens, 2 if SMALL_TILES else 16)
-    logits = padded_slots(budget + 1) * triton.next_power_of_2(sizes.group) if rule in WEIGHING else 0
+    sixteens = cdiv(budget + 1, 16)
+    blocks = cdiv(sixteens, 2 if SMALL_TILES else 16)
+    logits = padded_slots(budget + 1) * next_power_of_2(sizes.group) if rule in WEIGHING else 0
     batch_heads, count = batch * heads, batch * query_heads
     # Every piece is aligned alike for all sizes, since Triton compiles a kernel again for another alignment.
     cuts = [
-        triton.cdiv(cut, 32) * 32
+        cdiv(cut, 32) * 32
         for cut in (
             batch_heads * logits, count * splits * head_dim, count * splits, count * splits, count * 2, batch_heads
         )
     ]
     return _Plan(
         block, splits, split_size // block, rule in BARE or fused(sizes, device), blocks,
-        triton.cdiv(sixteens, blocks), cuts,
+        cdiv(sixteens, blocks), cuts,
     )
 
 
@@ -104,7 +106,7 @@ def scratch(sizes: Sizes, budget: int, dtype: torch.dtype, device: torch.device,
     )
 
 
-@torch.library.custom_op(
+@operation(
     "kvtwin::block_step",
     mutates_args=(
         "key", "value", "occupied", "positions", "score", "token_index", "carried", "valid_seen", "seen", "workspace",
@@ -142,7 +144,7 @@ def step(
     logits, partial, row_maxima, weight_sums, normalisers, new_scores = workspace.split(plan.cuts)
     batch_heads, group = batch * heads, sizes.group
     unit = 16 if slots % 16 == 0 else 1
-    group_pad = triton.next_power_of_2(group)
+    group_pad = next_power_of_2(group)
     strides = (*new_key.stride(), *new_value.stride())
     page_strides = (*block_table.stride(), *key.stride(), *value.stride()) if block_table is not None else [None] * 10
     state = (
@@ -178,7 +180,7 @@ def step(
             finish_kernel[(batch_heads * (plan.blocks + group),)](
                 *state, output, logits, partial, row_maxima, normalisers, completion_counters, candidates, new_scores,
                 *grown, alpha, budget, slots // unit, padded, plan.slots_each, plan.splits, plan.blocks, *numbers,
-                *strides, **options, CHUNK=triton.next_power_of_2(plan.slots_each * 16), num_warps=4,
+                *strides, **options, CHUNK=next_power_of_2(plan.slots_each * 16), num_warps=4,
             )
     return output
 
