@@ -26,9 +26,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 DEVICES = ("cpu", "cuda")
 #: The values of each convention; the first is kvtwin's.
-#: Arguments for what released code does where its paper says otherwise or nothing, and the value that every
-#: implementation is tested with. Code that follows the paper need not know the others.
-READINGS = {"prefix_alone": (False,), "order": ("position",), "spread": ("deviation",)}
+#: Arguments for what released code does where its paper says otherwise or nothing, with all values. Implementations are
+#: tested with the first, and with the others only if they declare them: code that follows the paper need not know them.
+READINGS = {"prefix_alone": (False, True), "order": ("position", "score"), "spread": ("deviation", "variance")}
+UNDECLARED = {name: values[:1] for name, values in READINGS.items()}
 CONVENTIONS = {"ties": ("lowest", "any"), "slot_order": ("fixed", "any"), "free_score": ("-inf", "any")}
 
 
@@ -119,7 +120,8 @@ class Capabilities:
             if one.name in CONVENTIONS or one.name in ("options", "validates_arguments") or value == one.default:
                 continue
             lines.append(f"{one.name} = {_shown(value)}")
-        lines += [f"{name} = {_shown(values)}" for name, values in self.options.items() if READINGS.get(name) != values]
+        told = {name: values for name, values in self.options.items() if UNDECLARED.get(name) != values}
+        lines += [f"{name} = {_shown(values)}" for name, values in told.items()]
         return lines
 
     def conventions(self) -> list[str]:
@@ -189,7 +191,7 @@ def find(*places: Any) -> Capabilities:
 
 def of_others(found: Capabilities) -> Capabilities:
     """What an implementation supports that declares this, and is not kvtwin's."""
-    return dataclasses.replace(found, options={**READINGS, **found.options})
+    return dataclasses.replace(found, options={**UNDECLARED, **found.options})
 
 
 def refusal(capabilities: Capabilities, arguments: Mapping[str, Any]) -> str | None:

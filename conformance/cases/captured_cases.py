@@ -24,8 +24,6 @@ for _name in MAKE:
     getattr(hf, f"{_name}Cache")                # imports its module: see `stand_in.install`
 
 
-
-
 def made(family: str, device: torch.device, **options: Any) -> Any:
     found = tiny_models.model(family, device=device, **options)
     found.set_attn_implementation("kvtwin")

@@ -11,7 +11,6 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.cases import stand_in, tiny_models
 from kvtwin.conformance.cases.tiny_models import prompts
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
@@ -19,7 +18,7 @@ from kvtwin.optimized import hf
 from kvtwin.optimized.hf import _host, captured
 from kvtwin.reference.thinkv import Thresholds
 
-pytestmark = pytest.mark.kind("equivalence")
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.usefixtures("graphs")]
 
 LONG = {"max_tokens": 400}
 THINKV = {"budget": 12, "tau": 4, "group": 2, "block": 4, **LONG}
@@ -54,19 +53,6 @@ for _kind, _ in CACHES.values():
     getattr(hf, f"{_kind}Cache")                # imports its module: see `graphs`
 #: Names that the host counts for itself.
 SCHEDULE = {"may_replay", "reset_last"}
-
-
-@pytest.fixture(autouse=True)
-def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU has no CUDA graphs."""
-    stand_in.install(device, monkeypatch)
-
-
-@pytest.fixture
-def model(device: torch.device) -> Any:
-    made = tiny_models.model("qwen3", device=device)
-    made.set_attn_implementation("kvtwin")
-    return made
 
 
 def make(name: str, model: Any) -> Any:

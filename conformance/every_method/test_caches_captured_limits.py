@@ -22,18 +22,7 @@ from kvtwin.conformance.cases.tiny_models import VOCABULARY
 from kvtwin.optimized import hf
 from kvtwin.optimized.hf import captured
 
-pytestmark = pytest.mark.kind("bad_input")
-
-
-@pytest.fixture(autouse=True)
-def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU has no CUDA graphs."""
-    stand_in.install(device, monkeypatch)
-
-
-@pytest.fixture
-def model(device: torch.device) -> Any:
-    return made("qwen3", device)
+pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.usefixtures("graphs")]
 
 
 def asks(model: Any) -> None:

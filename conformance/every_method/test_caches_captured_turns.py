@@ -16,7 +16,6 @@ pytest.importorskip("transformers", reason="needs transformers: python -m pip in
 
 from transformers.generation.streamers import BaseStreamer
 
-from kvtwin.conformance.cases import stand_in
 from kvtwin.conformance.cases.captured_cases import MAKE, Make, assert_logits, decode, feed, h2o, made
 from kvtwin.conformance.cases.tiny_models import generate, prompts
 from kvtwin.conformance.judge.compare import assert_same
@@ -24,20 +23,9 @@ from kvtwin.optimized import hf
 from kvtwin.optimized._common import graph
 from kvtwin.optimized.hf import captured
 
-pytestmark = pytest.mark.kind("equivalence")
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.usefixtures("graphs")]
 
 some_caches = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
-
-
-@pytest.fixture(autouse=True)
-def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU has no CUDA graphs."""
-    stand_in.install(device, monkeypatch)
-
-
-@pytest.fixture
-def model(device: torch.device) -> Any:
-    return made("qwen3", device)
 
 
 # Whatever happens between steps --------------------------------------------------------------------------------------

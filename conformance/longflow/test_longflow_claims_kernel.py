@@ -390,7 +390,7 @@ class Read:
 @pytest.mark.claim("LF-22")
 @pytest.mark.parametrize("block", [1, 3, 4, 8])
 def test_algorithm_1_reads_each_key_and_value_once(block):
-    """Output and victim are those of an attention that knows all logits first."""
+    """The output and the evicted token are those of attention that computes all logits before the softmax."""
     logits, values = Read(torch.tensor([0.5, -1.0, 2.0, 1.5, 0.0, 0.25, 3.0, 1.0])), Read(VALUES)
     output, _, victim = algorithm_one(logits, values, block=block)
     assert logits.reads == values.reads == Counter(range(8))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from kvtwin.conformance import Capabilities, capabilities
+from kvtwin.conformance import Capabilities, capabilities, discovery
 from kvtwin.conformance.cases.block_cases import attend_cases
 from kvtwin.conformance.cases.fp8_cases import fp8_cases
 from kvtwin.conformance.cases.in_pages import paged_decode_cases, paged_fp8_cases, paged_key_cases
@@ -19,7 +19,8 @@ from kvtwin.conformance.cases.key_cases import fp8_key_cases, key_cases
 from kvtwin.conformance.cases.paged_states import filled_pages
 from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces, window_cases
-from kvtwin.conformance.judge import stats, subjects
+from kvtwin.conformance.harness import impl
+from kvtwin.conformance.judge import checkers, stats, subjects
 from kvtwin.conformance.judge.subjects import StateSubject
 
 
@@ -62,6 +63,29 @@ def test_the_declaration_of_the_method_comes_first():
     assert capabilities.find(types.SimpleNamespace()) == Capabilities()
     with pytest.raises(TypeError, match=r"must be a kvtwin\.conformance\.Capabilities, got dict"):
         capabilities.find(types.SimpleNamespace(CAPABILITIES={}))
+
+
+def test_what_released_code_does_is_tested_only_if_it_is_declared():
+    silent, all_of_it = capabilities.of_others(Capabilities()), Capabilities(options=capabilities.READINGS)
+    assert not silent.outside() and capabilities.of_others(all_of_it) == all_of_it
+    for name, (first, *others) in capabilities.READINGS.items():
+        defaults = [found[name] for found in map(_defaults, discovery.methods()) if name in found]
+        assert defaults == [first], f"{name} belongs to one method, whose default is the first value"
+        for value in others:
+            assert capabilities.refusal(silent, call(**{name: value})) == name
+            assert capabilities.refusal(all_of_it, call(**{name: value})) is None
+            assert capabilities.refusal(capabilities.DEFAULT, call(**{name: value})) is None
+        assert capabilities.refusal(silent, call(**{name: first})) is None
+
+
+def _defaults(pair):
+    return checkers.ask(pair.name, "DEFAULTS", {})
+
+
+def test_kvtwins_own_sides_need_no_declaration():
+    for name, expected in ((discovery.OPTIMIZED, Capabilities()), ("theirs", capabilities.of_others(Capabilities()))):
+        facade = impl.Facade(name, types.SimpleNamespace(longflow=types.SimpleNamespace()))
+        assert facade.capabilities("longflow") == expected
 
 
 def call(**changes):

@@ -14,8 +14,6 @@ copy of the package and runs its tests (see mutate.py). A test detects the chang
 errors do not count. Results are written to claim_matrix.json as they come, and a change with a result of the present
 sources does not run again, so the same command continues a run that was interrupted. Exit code 0 if each test of a
 claim detects its change, 1 if a test does not, or has none, 2 if a file is invalid or a test fails as it is.
-
-claim_search.py finds changes for tests that have none.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import ledger
-from .claim_candidates import is_of_tests
 from .mutants import HERE, Mutant, MutantError
 
 FILE = "claim_mutants.toml"
@@ -90,6 +89,15 @@ def in_tests(row: Row, folder: Path = HERE.parent) -> bool:
         for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and is_of_tests(node)
         for last in (node.end_lineno or node.lineno,)
     )
+
+
+def is_of_tests(node: ast.AST) -> bool:
+    """Whether a function is a test, a fixture, or draws cases."""
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    decorated = " ".join(map(ast.unparse, node.decorator_list))
+    return node.name.startswith(("test_", "assert_", "check")) or "fixture" in decorated or "composite" in decorated \
+        or "torch.Generator(" in ast.unparse(node)
 
 
 def kind(row: Row, folder: Path = HERE.parent) -> str:

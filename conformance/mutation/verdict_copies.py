@@ -26,10 +26,8 @@ IGNORED = ("__pycache__", "hf")  # not copied: no verdict calls the caches for t
 #: Appended to the package: kvtwin's own code has what other implementations must declare.
 ALL_READINGS = """
 
-from kvtwin.conformance import Capabilities
-CAPABILITIES = Capabilities(options={
-    "prefix_alone": (False, True), "order": ("position", "score"), "spread": ("deviation", "variance"),
-})
+from kvtwin.conformance import Capabilities, capabilities
+CAPABILITIES = Capabilities(options=capabilities.READINGS)
 """
 #: Classes of arguments, beside the configurations: a test makes one of them for both sides.
 SHARED = ("HeadClusters", "Pages", "Quantized", "Thought")

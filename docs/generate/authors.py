@@ -23,9 +23,9 @@ KVTWIN_AUTHORS=/path python -m tox -e authors
 A project that is not there is named, with the commands that bring it. If a folder is not a git checkout, a file
 `COMMIT` in it can state the commit. Arguments after `--` select projects.
 
-*Decisions* are tokens (or pages) at evictions: kept or not. Random tokens do not tie, so that no decision hangs on the
-order in which `topk` returns equal scores. *Outputs* agree if they are within the bound of float32 arithmetic, in
-which the authors' softmax is computed. Where the two sides differ, the table names the
+A *decision* is whether an eviction keeps a token (or a page). The tokens are random, so no two scores are equal, and
+the order in which `topk` returns equal scores does not matter. *Outputs* agree if they are within the bound of float32
+arithmetic, in which the authors' softmax is computed. Where the two sides differ, the table names the
 [readings](../../explanation/ledger.md#readings) that explain it, and the count with both sides under these readings.
 A difference that no reading explains fails, and so does one that a reading leaves over. The two counts can differ: a
 token counts at an eviction if one of the two caches still has it.
