@@ -198,7 +198,7 @@ def refusal(capabilities: Capabilities, arguments: Mapping[str, Any]) -> str | N
     """The first capability that the arguments of a call are outside of; None if they are inside of all.
 
     arguments: those of a method's function, or of a state's constructor, `prefill` or `step`, by parameter name. Wrong
-    ones, which have no such sizes, are left to the implementation.
+    ones, which have no such sizes, or a dtype or device that nobody can declare, are left to the implementation.
     """
     if not (capabilities.options or capabilities.outside()):
         return None
@@ -206,7 +206,12 @@ def refusal(capabilities: Capabilities, arguments: Mapping[str, Any]) -> str | N
         facts = dict(_of_sizes(arguments)) | dict(_of_tensors(arguments)) | dict(_of_options(arguments))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None
-    return next((name for name, value in facts.items() if not _inside(capabilities, name, value)), None)
+    known = {name: value for name, value in facts.items() if value in _DECLARABLE.get(name, (value,))}
+    return next((name for name, value in known.items() if not _inside(capabilities, name, value)), None)
+
+
+#: Fact -> all values of it that an implementation can declare. Another value is a wrong argument.
+_DECLARABLE = {"dtypes": DTYPES, "fp8": FP8, "devices": DEVICES}
 
 
 def _inside(capabilities: Capabilities, name: str, value: Any) -> bool:

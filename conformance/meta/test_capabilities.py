@@ -128,6 +128,16 @@ def test_a_call_outside_of_a_capability_is_refused(declared, changes, refused):
     assert capabilities.refusal(Capabilities(**declared), call(**changes)) == refused
 
 
+@pytest.mark.parametrize("declared", [{"head_dims": (64,)}, {"options": {"order": ("position",)}}], ids=str)
+@pytest.mark.parametrize("changes", [
+    {"value": torch.zeros(2, 2, 32, 64, dtype=torch.float64)}, {"key": torch.zeros(2, 2, 32, 64, dtype=torch.int64)},
+    {"key": torch.zeros(2, 2, 32, 64, dtype=torch.float8_e5m2fnuz)},
+    {"query": torch.zeros(2, 6, 64, device="meta")}, {"dtype": torch.complex64},
+], ids=lambda changes: "-".join(changes))  # fmt: skip
+def test_a_wrong_argument_that_nobody_can_declare_is_left_to_the_implementation(declared, changes):
+    assert capabilities.refusal(Capabilities(**declared), call(**changes)) is None
+
+
 def paged_call(**changes):
     """The same over pages of 4 slots."""
     given = call(**changes)
