@@ -133,7 +133,7 @@ def test_a_call_outside_of_a_capability_is_refused(declared, changes, refused):
     {"value": torch.zeros(2, 2, 32, 64, dtype=torch.float64)}, {"key": torch.zeros(2, 2, 32, 64, dtype=torch.int64)},
     {"key": torch.zeros(2, 2, 32, 64, dtype=torch.float8_e5m2fnuz)},
     {"query": torch.zeros(2, 6, 64, device="meta")}, {"dtype": torch.complex64},
-], ids=lambda changes: "-".join(changes))  # fmt: skip
+], ids="-".join)  # fmt: skip
 def test_a_wrong_argument_that_nobody_can_declare_is_left_to_the_implementation(declared, changes):
     assert capabilities.refusal(Capabilities(**declared), call(**changes)) is None
 
