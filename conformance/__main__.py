@@ -1,8 +1,7 @@
 """``python -m kvtwin.conformance [METHOD...]``: verify the methods here; a table, a report, an exit code.
 
-The same tests as ``pytest --pyargs kvtwin.conformance``, less those of the suite itself, of the caches for
-transformers, of interrupted and repeated calls, of parts of prompts, of several GPUs, of kvtwin's two sides and of
-stored results, for people who need not know pytest. The profile quick leaves out more: see ``--hypothesis-profile``.
+The tests of the rooms suite/, and in a source tree of methods/ and papers/, less those that are marked ``whole``, for
+people who need not know pytest. The profile quick leaves out more: see ``--hypothesis-profile``.
 With ``--impl MODULE`` only the tests run that judge a property of an implementation, and a verdict is printed. Exit
 codes: 0 right, 1 wrong, 2 wrong usage of the command line or interrupted, 3 internal error, 4 the run cannot start
 (pytest's usage error: for example, MODULE cannot be imported), 5 no test ran, 6 not covered (harness/verdict.py).
@@ -23,8 +22,7 @@ import pytest
 
 from . import discovery, interpreter, plugin
 from .command_line import Parser, number, unknown, words
-from .gpu import sanitize, watch
-from .harness import environment, naming, options, results, suite, survival
+from .harness import environment, naming, options, results, suite, survival, watch
 from .own_methods import MethodError
 
 DEFAULT_REPORT = Path("kvtwin-report.html")
@@ -106,8 +104,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         help=f"with --impl: judge what this time allows ({survival.SECONDS_IN_ALL:g})",
     )
     made.add_argument(
-        "--sanitize", nargs="?", choices=sanitize.TOOLS, const="memcheck", metavar="TOOL",
-        help=f"with --impl: run under {sanitize.PROGRAM} (memcheck)",
+        "--sanitize", nargs="?", choices=watch.TOOLS, const="memcheck", metavar="TOOL",
+        help=f"with --impl: run under {watch.PROGRAM} (memcheck)",
     )
     made.add_argument("--xfails", type=_path, metavar="FILE", help="tests that are expected to fail, a line each")
     made.set_defaults(watched=False)
@@ -145,10 +143,8 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     """The command line that pytest gets."""
     names = [pair.name for pair in discovery.built_in()]
     arguments = [
-        str(plugin.HERE),
+        *map(str, _rooms(judges=chosen.impl is not None)),
         *(str(pair.declared.folder) for pair in discovery.methods() if pair.declared and pair.name in chosen.methods),
-        f"--ignore={results.META}",
-        *(f"--ignore-glob={pattern}" for pattern in results.LEFT_OUT),
         *(f"--ignore={folder}" for folder in _folders(name for name in names if name not in chosen.methods)),
         # The tests lie in the installed package: neither a configuration file above it, nor one of the project in
         # the current folder, is meant for them, and nothing is to be written there.
@@ -176,8 +172,9 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         if chosen.seed is None:
             chosen.seed = 0 if profile in DERANDOMIZED else secrets.randbelow(MOST_SEEDS)
     elif profile == "quick":
-        arguments += ["-m", "not slow"]
-        arguments += [] if chosen.required else [f"--ignore={path}" for path in results.corners()]
+        arguments += ["-m", "not slow and not whole" + ("" if chosen.required else " and (main or claim)")]
+    else:
+        arguments += ["-m", "not whole"]
     if profile:
         arguments += ["--hypothesis-profile", profile]
     if chosen.seed is not None:
@@ -189,10 +186,16 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
     return [*arguments, "-x"] if chosen.first else arguments
 
 
+def _rooms(*, judges: bool) -> list[Path]:
+    """The folders with the tests that judge an implementation, and, unless that is all (`judges`), with those of
+    kvtwin's own methods and of the papers' claims, which an installed kvtwin does not have."""
+    rooms = (plugin.HERE / room for room in results.ROOMS)
+    return [room for room in rooms if room.name == results.SUITE or (not judges and (room / "__init__.py").exists())]
+
+
 def _folders(methods: Iterable[str]) -> Iterator[Path]:
     """The folders of tests of these methods alone."""
-    pairs = {pair.name: pair for pair in discovery.built_in()}
-    return (plugin.HERE.joinpath(*pairs[name].path.split(".")) for name in methods)
+    return (plugin.HERE / room / name for name in methods for room in results.ROOMS)
 
 
 def add_accuracy(chosen: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """The claims ledger: what the papers say, what of it is true, and which test shows it.
 
-``<method>/claims.toml`` says which version of a paper is judged, and holds one ``[[claim]]`` table per theorem, bound,
+``papers/<method>/claims.toml`` says which version of a paper is judged, and holds one ``[[claim]]`` table per theorem, bound,
 rewriting, count or figure of it::
 
     version = "arXiv 2504.15364, version 2"
@@ -16,7 +16,7 @@ rewriting, count or figure of it::
     corrected = "what is true"        # required unless the verdict is holds, holds-if or ours
     released = "what file.py of the released code does"              # where it differs from the text, or completes it
     defence = "..."                   # the strongest defence of the paper, and why it fails: false, inconsistent
-    test = "longflow/test_longflow_claims.py::test_exact_effect"     # or a list of several
+    test = "papers/longflow/test_longflow_claims.py::test_exact_effect"     # or a list of several
 
 Our copies of the papers are text extracted from PDF or HTML, which loses some symbols and figures. If it has lost the
 words of a claim, ``lost`` says what is missing, instead of ``quote``. A claim with the verdict "ours" has neither.

@@ -1,6 +1,6 @@
 """The readings: every place where a paper leaves a choice, what we chose, and the option for the other choice.
 
-``<method>/readings.toml`` holds one ``[[reading]]`` table per choice::
+``papers/<method>/readings.toml`` holds one ``[[reading]]`` table per choice::
 
     [[reading]]
     id = "shared-slot"                # unique within the method
@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import discovery
 from .ledger import HERE, LedgerError, markdown_rows, parsed, quoted, refuse_unknown, string, strings
 
 FILE = "readings.toml"
@@ -53,8 +54,9 @@ class Reading:
 def load(folder: Path = HERE) -> tuple[Reading, ...]:
     """Every reading, in the order of the files. Raises LedgerError, which names the file and the reading."""
     found: list[Reading] = []
+    baselines = {pair.name for pair in discovery.methods() if pair.is_baseline}
     for path in sorted(folder.rglob(FILE)):
-        baseline = path.parent.parent.name == "baselines"
+        baseline = path.parent.name in baselines
         place = path.relative_to(folder).as_posix()
         own = [
             _reading(f"{place}, {table.get('id', f'reading {number}')}", path.parent.name, table, baseline)

@@ -1,7 +1,7 @@
 """Tests the gate on a device: a decode step passes its thresholds, and the same step with 20 % more time fails.
 
 The test starts three runs: one measures, one is gated by these figures, and one is gated by them with a delay in its
-graph. conformance/meta/test_perf_gate.py has the tests that need no GPU.
+graph. conformance/tool/test_perf_gate.py has the tests that need no GPU.
 """
 
 from __future__ import annotations

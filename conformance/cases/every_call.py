@@ -1,6 +1,6 @@
 """Calls of every function and state of a pair's optimized side on tiny tensors. Together they launch every kernel.
 
-compile_only.py compiles what these calls launch, sanitize.py has compute-sanitizer watch them, and test_repeatable.py
+lab/compile_only.py compiles what these calls launch, sanitize.py has compute-sanitizer watch them, and test_repeatable.py
 repeats them under disturbance.
 """
 

@@ -7,7 +7,7 @@ another order looks for other keys, and compiles the same kernels again. The pro
 
 from __future__ import annotations
 
-from ..compile_only import modules
+from ..lab.compile_only import modules
 
 
 def settle() -> None:

@@ -10,14 +10,6 @@ import pytest
 
 from .results import FACTS
 
-#: The files with the longest tests: up to two minutes each on a GPU, mostly to compile kernels.
-LONGEST = (
-    "test_lockstep.py", "test_verdict_states.py", "test_verdict_patients.py", "test_interpreter_kernels.py",
-    "test_needle.py", "test_perf_headline.py", "test_packaging.py", "test_thinkv_paging.py", "test_longflow.py",
-    "test_longflow_scratch.py", "test_thinkv_golden.py", "test_snapkv_state.py", "test_repeatable.py",
-    "test_blocks_large.py", "test_thinkv_paging_state.py", "test_kivi_fragments.py", "test_kivi_scaled.py",
-    "test_longflow_pages.py", "test_keydiff_pages.py", "test_properties.py",
-)
 #: The methods whose kernels take longest to compile. Their long tests come before those of other methods.
 SLOWEST = ("longflow", "thinkv", "kivi")
 
@@ -47,7 +39,7 @@ def put_in_order(items: list[pytest.Item]) -> None:
         return
     groups: dict[Any, list[pytest.Item]] = {}
     for item in items:
-        if item.path.name in LONGEST:
+        if item.get_closest_marker("first") is not None:
             groups.setdefault((item.path, item.stash[FACTS]["method"]), []).append(item)
     long = sorted(groups.values(), key=lambda group: group[0].stash[FACTS]["method"] not in SLOWEST)
     items[:] = longest_first(items, long, workers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,26 +25,6 @@ def _suite(request: pytest.FixtureRequest) -> Suite:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device of the implementation under test; its tensors must be on it."""
     return _suite(request).backend.device
-
-
-@pytest.fixture(scope="module")
-def pools(device: torch.device) -> Iterator[Any]:
-    """``pools(ranks)``: that many processes with a process group, of one pool, which is started when it is needed."""
-    from ..ranks.pool import Part, Pool, most_ranks
-
-    running: list[Pool] = []
-
-    def pool(ranks: int) -> Part:
-        most = min(4, most_ranks(device))
-        if ranks > most:
-            pytest.skip(f"needs {ranks} GPUs, and this machine has {most}")
-        if not running:
-            running.append(Pool(most, device.type).__enter__())
-        return running[0].of(ranks)
-
-    yield pool
-    for one in running:
-        one.__exit__()
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,6 @@ from .impl import EnvironmentLimit, NotProvided
 KINDS = ("equivalence", "laws", "claims", "golden", "bad_input")
 OUTCOMES = ("passed", "failed", "error", "not provided", "environment", "skipped", "xfailed")
 FAILED = ("failed", "error")
-# A test without a marker is classified by the name of its file, such as test_longflow_golden.py.
-KIND_OF_FILE = {"golden": "golden", "input": "bad_input", "claims": "claims", "laws": "laws"}
 #: The property that tests of a kind judge, if no marker says otherwise.
 PROPERTY_OF_KIND = {"golden": "traces", "bad_input": "bad_input"}
 #: In the stash of a test: what `classify` says of it.
@@ -117,38 +115,13 @@ def total(results: Iterable[Result]) -> Sum:
     return summed
 
 
-#: The suite's tests of itself, which verify no method.
-META = Path(__file__).parents[1] / "meta"
-
-#: Patterns of the files that ``kvtwin verify`` leaves to the whole suite: the caches for transformers, which need
-#: transformers and generate text with a method; interrupted calls, whose results do not depend on the machine; parts of
-#: prompts, which other tests cover as a whole; calls made many times, of which a GPU makes more; the form of kvtwin's
-#: two sides, what torch.compile asks of them, what their states know on the host, and their heads on several ranks; and
-#: the stored traces and accuracies themselves.
-LEFT_OUT = tuple(
-    str(META.parent / "*" / name)
-    for name in (
-        "test_*_hf*.py", "test_caches*.py", "test_progress.py", "test_interruptions.py", "test_blocks_evict.py",
-        "test_blocks_graph.py", "test_prompt_kernels.py", "test_empty_states.py", "test_repeatable.py",
-        "test_twins*.py", "test_fixtures.py", "test_accuracy*.py", "test_needle.py", "test_*_ranks.py",
-    )
-)
-
-
-def corners() -> list[Path]:
-    """The files that a quick verification of all methods leaves to the whole suite: all but the properties, lockstep,
-    claims, golden traces, laws and bad input."""
-    kept = {*KIND_OF_FILE, "properties", "lockstep"}
-    files = (
-        path for path in META.parent.rglob("test_*.py")
-        if not {META.name, "template"} & set(path.relative_to(META.parent).parts)
-    )
-    others = (path for path in files if not set(path.stem.split("_")) & kept)
-    return sorted(path for path in others if "pytest.mark.claim(" not in path.read_text(encoding="utf-8"))
+#: The folder of all tests, and the rooms in it whose folders have the names of methods.
+HERE = Path(__file__).resolve().parents[1]
+SUITE, ROOMS = "suite", ("suite", "methods", "papers")
 
 
 def classify(item: pytest.Item) -> dict[str, Any]:
-    """The method, the kind and the claims of a test, from its markers, parameters and file name."""
+    """The method, the kind and the claims of a test, from its markers, its parameters and its folder."""
     claims = tuple(str(mark.args[0]) for mark in item.iter_markers("claim") if mark.args)
     kind_mark = item.get_closest_marker("kind")
     if kind_mark is not None:
@@ -158,7 +131,7 @@ def classify(item: pytest.Item) -> dict[str, Any]:
     elif claims:
         kind = "claims"
     else:
-        kind = _kind_of_file(item)
+        kind = "equivalence"
     method = _method_of(item)
     property_mark = item.get_closest_marker("property")
     judged = property_mark.args[0] if property_mark is not None else PROPERTY_OF_KIND.get(kind)
@@ -174,17 +147,22 @@ def classify(item: pytest.Item) -> dict[str, Any]:
 
 
 def _method_of(item: pytest.Item) -> str | None:
-    if META in item.path.parents:
-        return None
     mark = item.get_closest_marker("method")
     if mark is not None and mark.args:
         return str(mark.args[0])
+    inside = HERE in item.path.parents
+    rooms = item.path.relative_to(HERE).parts if inside else ()
+    if inside and rooms[0] not in ROOMS:  # it tests the tool
+        return None
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     names = {pair.name for pair in discovery.pairs()}
     for parameter in ("method", "pair", "subject"):
         name = str(getattr(parameters.get(parameter), "method", parameters.get(parameter, "")))
         if name in names:
             return name
+    if inside:
+        return rooms[1] if rooms[1] in names else None
+    # Of other packages, files are named after their methods: a folder may have the tests of several.
     stem = item.path.stem
     fitting = [name for name in names if stem == f"test_{name}" or stem.startswith(f"test_{name}_")]
     return max(fitting, key=len, default=None)
@@ -198,11 +176,6 @@ def _subject_of(item: pytest.Item) -> str | None:
 def _field_of(item: pytest.Item) -> str | None:
     found = getattr(getattr(item, "callspec", None), "params", {}).get("field")
     return found if isinstance(found, str) else None
-
-
-def _kind_of_file(item: pytest.Item) -> str:
-    kinds = (KIND_OF_FILE[part] for part in re.split("_", item.path.stem) if part in KIND_OF_FILE)
-    return next(kinds, "equivalence")
 
 
 def annotate(report: pytest.TestReport, error: object, facts: dict[str, Any], counted: stats.Stats) -> None:

@@ -28,8 +28,11 @@ NOTHING_TO_REPORT: dict[int, str] = {
     pytest.ExitCode.INTERRUPTED: "the run was interrupted", pytest.ExitCode.NO_TESTS_COLLECTED: "no test ran",
 }
 MARKERS = (
-    "kind(name): the kind of the test: equivalence, laws, claims, golden or bad_input",
-    "claim(id): the test checks this claim of the ledger in <method>/claims.toml",
+    "kind(name): the kind of the test: equivalence (the default), laws, claims, golden or bad_input",
+    "claim(id): the test checks this claim of the ledger in papers/<method>/claims.toml",
+    "main: with the claims' tests, all that a quick verification of all methods runs",
+    "whole: part of the whole suite alone; kvtwin verify does not run it",
+    "first: long on a GPU, mostly to compile kernels; a run of several processes begins with it",
     "property(name, slots='any'): the property of an implementation that the test judges: judge/subjects.py; "
     "slots='fixed': of a state whose tokens stay in their slots",
     "limits: about what kvtwin's own kernels do not take. Not run on other implementations, which may take it",
@@ -38,7 +41,7 @@ MARKERS = (
     "slow_on_cpu: a long test of kernels, of which a GPU says more: `slow` in Triton's interpreter alone",
     "served(long=False, small=False): a test of sizes that people serve, which a GPU alone can hold; deselected on the "
     "CPU, and a long one also on kvtwin's own implementation with the profile gpu; small ones share the GPU's memory",
-    "method(name): the tested method, if neither the file's name nor a parameter names it",
+    "method(name): the tested method, if neither the folder nor a parameter names it",
 )
 WARNINGS = (
     # A skips file for the whole suite may be used with a part of the suite.

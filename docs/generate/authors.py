@@ -1,4 +1,4 @@
-"""The page of the comparison with the authors' own code, from conformance/authors/authors.json."""
+"""The page of the comparison with the authors' own code, from conformance/lab/authors/authors.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ token counts at an eviction if one of the two caches still has it.
 
 def authors_page(result: Any = None) -> str:
     """result: the content of authors.json; by default the stored one."""
-    result = json.loads(read("conformance/authors/authors.json")) if result is None else result
+    result = json.loads(read("conformance/lab/authors/authors.json")) if result is None else result
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     parts = [ABOUT, summary(result), f"Run on {result['date']} with {versions}.\n"]
     for name, project in sorted(result["projects"].items(), key=lambda item: item[0].lower()):

@@ -22,16 +22,16 @@ COMMANDS = {
         "kvtwin.fixtures.needle", "kvtwin.fixtures.counterfactual", "kvtwin.fixtures.record",
     ),
     "develop": (
-        "kvtwin.conformance.mutation", "kvtwin.conformance.mutation verdict", "kvtwin.conformance.mutation.power",
-        "kvtwin.conformance.hosts",
-        "kvtwin.conformance.soak", "kvtwin.conformance.compile_only",
+        "kvtwin.conformance.lab.mutation", "kvtwin.conformance.lab.mutation verdict", "kvtwin.conformance.lab.mutation.power",
+        "kvtwin.conformance.lab.hosts",
+        "kvtwin.conformance.lab.soak", "kvtwin.conformance.lab.compile_only",
     ),
 }  # fmt: skip
 #: Where `main` is, of the packages among them.
 MAINS = {
     "kvtwin.conformance": "kvtwin.conformance.__main__",
-    "kvtwin.conformance.mutation": "kvtwin.conformance.mutation.mutate",
-    "kvtwin.conformance.mutation verdict": "kvtwin.conformance.mutation.verdict_matrix",
+    "kvtwin.conformance.lab.mutation": "kvtwin.conformance.lab.mutation.mutate",
+    "kvtwin.conformance.lab.mutation verdict": "kvtwin.conformance.lab.mutation.verdict_matrix",
 }
 TITLES = {"verify": "The command kvtwin", "results": "Claims, capacity, accuracy, traces", "develop": "Develop kvtwin"}
 

@@ -1,4 +1,4 @@
-"""The page of planted faults and false alarms, from conformance/mutation/power.json."""
+"""The page of planted faults and false alarms, from conformance/lab/mutation/power.json."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DEVICES = {"cpu": "on a CPU", "cuda": "on a GPU"}
 ABOUT = """# Planted faults and false alarms
 
 How often `kvtwin verify` finds a fault that somebody planted, and how often it calls a right implementation wrong.
-`python -m kvtwin.conformance.mutation.power` measures both; each seed draws other cases and other faults.
+`python -m kvtwin.conformance.lab.mutation.power` measures both; each seed draws other cases and other faults.
 """
 FAULTS = """## Planted faults
 
-Each is a right implementation with one fault (`conformance/meta/patients/faults.py`). A rate is that of rows, elements
+Each is a right implementation with one fault (`conformance/tool/patients/faults.py`). A rate is that of rows, elements
 or launches with the fault. Of the seeds, the table has the number with which the verdict was *wrong*, the exact 95 %
 interval of the probability, and the properties that were wrong first. A verdict on a CPU reaches some of them by luck
 alone, or not at all: these are *out of reach*, with the reason.
@@ -38,7 +38,7 @@ def interval(found: int, of: int) -> tuple[float, float]:
 
 def power_page(devices: dict[str, Any] | None = None) -> str:
     """devices: the counts of power.json by device; by default the stored ones."""
-    devices = json.loads(read("conformance/mutation/power.json"))["devices"] if devices is None else devices
+    devices = json.loads(read("conformance/lab/mutation/power.json"))["devices"] if devices is None else devices
     return "\n".join([ABOUT, *machines(devices), "", FAULTS, faults(devices), "", ALARMS, *alarms(devices)])
 
 
@@ -54,7 +54,7 @@ def machines(devices: dict[str, Any]) -> list[str]:
 
 
 def faults(devices: dict[str, Any]) -> str:
-    from kvtwin.conformance.meta.patients.faults import FAULTS as planted
+    from kvtwin.conformance.tool.patients.faults import FAULTS as planted
 
     rows = []
     for name, fault in planted.items():
@@ -75,7 +75,7 @@ def _found(one: dict[str, Any] | None) -> str:
 
 
 def alarms(devices: dict[str, Any]) -> list[str]:
-    from kvtwin.conformance.meta.patients.right import RIGHT as right
+    from kvtwin.conformance.tool.patients.right import RIGHT as right
 
     rows, totals = [], []
     for module, style in right.items():

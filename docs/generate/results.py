@@ -155,7 +155,7 @@ def _measured(info: Any, what: str, machine: str) -> float | None:
 
 def mutant_classes() -> str:
     """A table of the mutants of each class by method."""
-    from kvtwin.conformance.mutation import mutants as lists
+    from kvtwin.conformance.lab.mutation import mutants as lists
 
     mutants = lists.load()
     rows = []
@@ -168,7 +168,7 @@ def mutant_classes() -> str:
 
 def claim_changes() -> str:
     """How many tests of claims detect their change, by ledger and by what is changed."""
-    from kvtwin.conformance.mutation import claim_lane, claim_mutants
+    from kvtwin.conformance.lab.mutation import claim_lane, claim_mutants
 
     results = claim_lane.load()
     counts: dict[str, Counter[str]] = {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .markdown import escape, markdown_table
 
 if TYPE_CHECKING:
-    from kvtwin.conformance.mutation.verdict_results import Row
+    from kvtwin.conformance.lab.mutation.verdict_results import Row
 
 ABOUT = """# The verdict's kill matrix
 
@@ -22,8 +22,8 @@ things](../../how-to/break-things.md#the-verdicts-own-kill-matrix) says how to m
 
 
 def verdict_matrix_page() -> str:
-    from kvtwin.conformance.mutation import mutants as lists
-    from kvtwin.conformance.mutation import verdict_results as results
+    from kvtwin.conformance.lab.mutation import mutants as lists
+    from kvtwin.conformance.lab.mutation import verdict_results as results
 
     rows = results.explained(results.stored(), results.reasons())
     if not rows:
@@ -35,7 +35,7 @@ def verdict_matrix_page() -> str:
 
 
 def _by_method(rows: Sequence[Row]) -> str:
-    from kvtwin.conformance.mutation import verdict_results as results
+    from kvtwin.conformance.lab.mutation import verdict_results as results
 
     *shares, total = results.shares(rows)
     table = [
@@ -58,7 +58,7 @@ def _by_method(rows: Sequence[Row]) -> str:
 
 def _by_property(rows: Sequence[Row]) -> str:
     from kvtwin.conformance.judge.properties import PROPERTIES
-    from kvtwin.conformance.mutation import verdict_results as results
+    from kvtwin.conformance.lab.mutation import verdict_results as results
 
     found = results.shares(rows)[-1].properties
     seconds = sorted(row.cpu for row in rows if row.status == results.WRONG) or [0.0]
@@ -71,7 +71,7 @@ def _by_property(rows: Sequence[Row]) -> str:
 
 
 def _not_found(rows: Sequence[Row]) -> str:
-    from kvtwin.conformance.mutation import verdict_results as results
+    from kvtwin.conformance.lab.mutation import verdict_results as results
 
     table = [[row.method, f"`{row.name}`", escape(row.what), row.status] for row in results.not_found(rows)]
     said = markdown_table(["method", "mutant", "mistake", "verdict"], table) if table else "None."
@@ -79,7 +79,7 @@ def _not_found(rows: Sequence[Row]) -> str:
 
 
 def _valid(rows: Sequence[Row]) -> str:
-    from kvtwin.conformance.mutation import verdict_results as results
+    from kvtwin.conformance.lab.mutation import verdict_results as results
 
     table = [
         [row.method, f"`{row.name}`", escape(row.what), escape(row.detail)]
@@ -90,7 +90,7 @@ def _valid(rows: Sequence[Row]) -> str:
 
 
 def _outside(rows: Sequence[Row]) -> str:
-    from kvtwin.conformance.mutation import verdict_results as results
+    from kvtwin.conformance.lab.mutation import verdict_results as results
 
     left = [row for row in rows if row.status == results.OUTSIDE]
     parts = ["## Outside"] + ([] if left else ["None."])

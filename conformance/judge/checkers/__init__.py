@@ -51,7 +51,7 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
   tables also measure the forms, and golden traces have a case of each;
 - `DEFAULTS`: the defaults of the config's options, typed from the paper or from its authors' code (sizes without a
   source are ours: blocks of 128 tokens, one token per eviction, 32,768 tokens at most); `SAME`: those that functions
-  have as parameters of the same name and default (default: none). See every_method/test_pinned.py;
+  have as parameters of the same name and default (default: none). See methods/every_method/test_pinned.py;
 - `SCORES_WHEN_DUE`: True if a state with an interval scores its tokens when it evicts; new ones then have +inf;
 - `TIED`: the contents with which its choices between equal tokens are judged (default: `subjects.TIED`);
 - `TRACE`: options of the golden trace's config besides the budget and the block size (default: none);

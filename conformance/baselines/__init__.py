@@ -1,1 +1,0 @@
-"""The baselines: a folder of tests and mutants each."""

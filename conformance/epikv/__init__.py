@@ -1,1 +1,0 @@
-"""EpiKV: its tests, claims and mutants."""

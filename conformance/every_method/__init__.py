@@ -1,1 +1,0 @@
-"""Tests that run over every method that discovery finds."""

@@ -1,1 +1,0 @@
-"""KeyDiff: its tests, claims and mutants."""

@@ -1,0 +1,1 @@
+"""Mutation testing of the suite: ``python -m kvtwin.conformance.lab.mutation``."""

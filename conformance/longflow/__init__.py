@@ -1,1 +1,0 @@
-"""LongFlow: its tests, claims and mutants."""

@@ -1,1 +1,0 @@
-"""Tests of the suite itself: judge, interpreter, plugin, packaging, performance gates."""

@@ -1,1 +1,0 @@
-"""Mutation testing of the suite: ``python -m kvtwin.conformance.mutation``."""

@@ -1,0 +1,99 @@
+"""CAKE under test against the golden trace: preferences, budgets, kept and evicted tokens and outputs of several layers
+on a trained model's vectors.
+
+The states under test run in lockstep with float64 states, which adopt what differs within the bounds. The CPU replays
+the small case, the GPU all cases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance.judge import lockstep
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.trace import follow as follow_trace
+from kvtwin.fixtures import block_traces, record_cake
+from kvtwin.fixtures.load import load_trace
+from kvtwin.reference.baselines.cake import CAKEConfig
+
+pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
+
+CASES = ("small", "large", "capped")
+NAMES = ("query", "key", "value")
+
+
+@pytest.fixture(scope="module")
+def traces() -> Any:
+    return load_trace("capture"), load_trace("cake")
+
+
+def test_every_recorded_case_is_replayed(traces):
+    assert set(traces[1].metadata["cases"]) == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_recorded_budgets_differ_between_layers_and_fall(case, traces):
+    about, granted = (traces[1].metadata["cases"][case], traces[1].tensors[f"{case}.budgets"])
+    total = (about["config"]["budget"] - about["config"]["window"]) * len(granted)
+    prefix = about["prompt"] - about["config"]["window"]
+    for layer, row in enumerate(granted):
+        assert int(row[:layer + 1].sum()) == min(total, prefix * (layer + 1)) and bool((row[layer + 1:] == -1).all())
+    assert len(set(granted[-1].tolist())) == len(granted) and bool((granted[-1][:-1] < granted.amax(0)[:-1]).all())
+    assert bool((granted[1:] == prefix).any()) == (case == "capped")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cake_reference_repeats_the_golden_trace(case, traces):
+    """All layers and steps in float64: budgets and tokens are equal, numbers are within the tolerance of `--check`."""
+    capture, golden = traces
+    about = golden.metadata["cases"][case]
+    layers = record_cake.inputs_of(capture, about, torch.float64, "cpu")
+    for name, tensor in record_cake.record_case(layers, about["prompt"], CAKEConfig(**about["config"])).items():
+        stored = golden.tensors[f"{case}.{name}"]
+        if name.endswith("output"):
+            allowed = record_cake.tolerance(capture, about, int(name.partition(".")[0]))
+            assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
+        elif name == "log_preference":
+            assert_within(tensor, stored, torch.full_like(stored, record_cake.PREFERENCE), what=name)
+        else:
+            assert_same(tensor, stored, what=name)
+
+
+def test_cake_follows_the_golden_trace(traces, twins, device):
+    for case in CASES if device.type == "cuda" else CASES[:1]:
+        follow(case, traces, twins, device)
+
+
+def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
+    capture, golden = traces
+    about, stored = golden.metadata["cases"][case], golden.tensors
+    layers, prompt = record_cake.inputs_of(capture, about, torch.bfloat16, device), about["prompt"]
+    both = lockstep.layers_of(
+        "cake", twins.optimized.baselines.cake, config=about["config"], layers=len(layers),
+        **block_traces.sizes(layers[0]),
+    )
+    states = [each.tested for each in both.layers]
+    alike = decided = 0
+    with follow_trace():
+        both.prefill([
+            dict(zip(NAMES, (tensor[:, :, :prompt] for tensor in tensors), strict=True)) for tensors in layers
+        ])
+        expected = stored[f"{case}.budgets"][-1].long()
+        assert_same(states[0].cascade.budgets[0].cpu(), expected, what="recorded budgets")
+        for layer, state in enumerate(states):
+            kept = {(head, one) for head, row in enumerate(record_cake.held(state).tolist()) for one in row}
+            wanted = {(head, one) for head, row in enumerate(stored[f"{case}.{layer}.kept"].tolist()) for one in row}
+            alike, decided = alike + len(kept & wanted), decided + len(wanted)
+        for step in range(about["steps"]):
+            before = [state.positions[0].clone() for state in states]
+            both.step([
+                dict(zip(NAMES, (tensor[:, :, prompt + step] for tensor in tensors), strict=True)) for tensors in layers
+            ])
+            for layer, state in enumerate(states):
+                gone = record_cake.gone(before[layer], state.positions[0], prompt + step).cpu()
+                same = gone == stored[f"{case}.{layer}.evicted"][step]
+                alike, decided = alike + int(same.sum()), decided + same.numel()
+    assert alike > 0.9 * decided, "few of the recorded tokens are kept and evicted"

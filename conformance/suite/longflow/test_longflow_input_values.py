@@ -1,0 +1,272 @@
+"""Bad numbers and flags: every other argument of LongFlow and its SnapKV, and input that only the kernels refuse.
+
+See test_longflow_input.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtwin.conformance.cases.bad_input import (
+    MASKS,
+    STATE,
+    SUBJECTS,
+    Call,
+    W,
+    converted,
+    good,
+    module_of,
+    moved,
+    refused,
+)
+from kvtwin.conformance.harness.impl import Twins
+from kvtwin.reference.contract import MethodConfig
+
+pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.main]
+both_sides = pytest.mark.parametrize("side", ["reference", "optimized"])
+
+FUNCTIONS = ("decode_attention", "compress_prefill", "window_score", "compress")
+FLOATING = [
+    (subject, argument) for subject, arguments in SUBJECTS.items() for argument in arguments
+    if argument not in MASKS and argument != "index"
+]
+
+NOT_INTEGERS = [True, 2.0, "3", None, torch.tensor(3)]
+NOT_FLAGS = [0, 1, None, "yes", torch.tensor(True)]
+NOT_SCALES = ["0.1", True, 1j, torch.tensor(0.5)]
+NOT_FINITE = [float("nan"), float("inf"), float("-inf"), 1e39, 10**400]
+
+SCALARS: dict[str, list[tuple[list[Any], type[Exception], str]]] = {
+    "budget": [(NOT_INTEGERS, TypeError, "must be an int"), ([-1], ValueError, "must be at least [01]")],
+    "window": [(NOT_INTEGERS, TypeError, "must be an int"), ([0, -1], ValueError, "must be at least 1")],
+    "kernel_size": [
+        (NOT_INTEGERS, TypeError, "must be an int"), ([0, -1], ValueError, "must be at least 1"),
+        ([2, 4], ValueError, "must be odd"),
+    ],
+    "sinks": [(NOT_INTEGERS, TypeError, "must be an int"), ([-1], ValueError, "must be at least 0")],
+    "scale": [(NOT_SCALES, TypeError, "must be a float or None"), (NOT_FINITE, ValueError, "must be finite")],
+    **{
+        flag: [(NOT_FLAGS, TypeError, "must be a bool")]
+        for flag in ("per_head", "protect_newest", "prefix_alone", "check_finite", "shared_heads")
+    },
+    **{
+        count: [(NOT_INTEGERS, TypeError, "must be an int"), ([0, -2], ValueError, "must be at least 1")]
+        for count in ("batch", "query_heads", "key_value_heads", "head_dim")
+    },
+    "dtype": [([torch.int64, "float32", None, float, torch.float8_e5m2], TypeError, "must be one of .*torch.float16")],
+    "device": [
+        ([None, 0, True, b"cpu"], TypeError, "must be a torch.device or a str"),
+        (["", "gpu", "cpu:x", "cuda:99", torch.device("cuda", 99)], ValueError, "must be"),
+    ],
+    "config": [([None, 4, {"budget": 4}, MethodConfig(4)], TypeError, "must be a LongFlowConfig")],
+}
+OPTIONS = {
+    "decode_attention": ["scale", "per_head", "check_finite"],
+    "compress_prefill": ["budget", "window", "kernel_size", "prefix_alone", "scale"],
+    "window_score": ["kernel_size", "shared_heads", "scale"],
+    "compress": ["budget", "kernel_size", "shared_heads", "scale"],
+    "LongFlowConfig": [
+        "budget", "per_head", "protect_newest", "sinks", "window", "kernel_size", "prefix_alone", "check_finite",
+        "scale",
+    ],
+    "LongFlowState": ["config", *STATE, "device"],
+}
+
+
+def shown(value: Any) -> str:
+    """How a message shows a wrong argument: by its value, or by its type if the type is wrong."""
+    return "(" + "|".join(re.escape(text) for text in (f"{value}", f"{value!r}", type(value).__name__)) + ")"
+
+
+SCALAR_CASES = [
+    pytest.param(subject, option, value, error, says, id=f"{subject}-{option}-{value!r:.40}")
+    for subject, options in OPTIONS.items() for option in options
+    for values, error, says in SCALARS[option] for value in values
+]
+
+
+@both_sides
+@pytest.mark.parametrize(("subject", "option", "value", "error", "says"), SCALAR_CASES)
+def test_a_wrong_number_or_flag(
+    subject: str, option: str, value: Any, error: type[Exception], says: str, side: str, twins: Twins,
+    device: torch.device,
+) -> None:
+    module = module_of(twins, side, subject)
+    if subject == "LongFlowConfig":
+        arguments: dict[str, Any] = {"budget": 8}
+    elif subject == "LongFlowState":
+        arguments = STATE | {"config": module.LongFlowConfig(4), "device": device}
+    else:
+        arguments = good(subject, device)
+    arguments[option] = value
+    refused(getattr(module, subject), error, rf"^{option}\b.*{says}.*got.*{shown(value)}", **arguments)
+
+
+@both_sides
+@pytest.mark.parametrize(
+    ("options", "held"),
+    [
+        ({"budget": 4, "sinks": 3}, 4), ({"budget": 4, "sinks": 4, "protect_newest": False}, 4),
+        ({"budget": 2, "sinks": 1}, 2), ({"budget": 1, "sinks": 1}, 1), ({"budget": 4, "sinks": 9}, 10),
+    ],
+    ids=str,
+)
+def test_protected_tokens_must_leave_room(options: dict[str, Any], held: int, side: str, twins: Twins) -> None:
+    config = getattr(twins, side).longflow.LongFlowConfig
+    refused(config, ValueError, rf"budget must exceed .*sinks.*{held}.*got {options['budget']}", **options)
+
+
+@both_sides
+@pytest.mark.parametrize(
+    "options",
+    [{"budget": 1}, {"budget": 2}, {"budget": 4, "sinks": 2}, {"budget": 4, "sinks": 3, "protect_newest": False}],
+    ids=str,
+)
+def test_protected_tokens_that_leave_room(options: dict[str, Any], side: str, twins: Twins) -> None:
+    config = getattr(twins, side).longflow.LongFlowConfig(**options)
+    assert {name: getattr(config, name) for name in options} == options
+
+
+@both_sides
+def test_a_config_cannot_be_changed(side: str, twins: Twins) -> None:
+    """Otherwise it could be changed to a config that the constructor refuses."""
+    config = getattr(twins, side).longflow.LongFlowConfig(4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.budget = 0
+    refused(partial(dataclasses.replace, config), ValueError, "budget must be at least 1, got 0", budget=0)
+
+
+@both_sides
+def test_more_observers_than_the_window(side: str, twins: Twins, device: torch.device) -> None:
+    call = Call(twins, side, "compress_prefill", device)
+    call.arguments["window"] = W - 1
+    with call.refused(ValueError, rf"query_window must .*window = {W - 1}, got \(2, 4, 3, 16\)"):
+        call()
+    call.arguments["window"] = W
+    call()
+
+
+# Input that only the kernels refuse -----------------------------------------------------------------------------------
+
+
+@pytest.mark.limits
+@pytest.mark.parametrize(("head_dim", "query_heads", "says"), [
+    (8, 2, "head_dim must be from 16 to 256, got D = 8"),
+    (15, 2, "head_dim must be from 16 to 256, got D = 15"),
+    (257, 2, "head_dim must be from 16 to 256, got D = 257"),
+    (16, 17, "query heads per KV head must be at most 16, got G = 17 .Hq = 17, Hkv = 1"),
+])
+@pytest.mark.parametrize("subject", [*FUNCTIONS, "LongFlowState"])
+@both_sides
+def test_sizes_that_kernels_cannot_take(
+    subject: str, head_dim: int, query_heads: int, says: str, side: str, twins: Twins, device: torch.device
+) -> None:
+    """The reference accepts all sizes."""
+    module = module_of(twins, side, subject)
+    function = getattr(module, subject)
+    key = torch.zeros(1, 1, 4, head_dim, device=device)
+    query = torch.zeros(1, query_heads, 2, head_dim, device=device)
+    arguments: dict[str, Any] = {
+        "decode_attention": {"query": query[:, :, 0], "key": key, "value": key, "occupied": key[:, 0, :, 0] == 0},
+        "compress_prefill": {"query_window": query, "key": key, "value": key, "budget": 2},
+        "window_score": {"query_window": query, "key": key},
+        "compress": {"query_window": query, "key": key, "value": key, "budget": 2},
+        "LongFlowState": {
+            "batch": 1, "query_heads": query_heads, "key_value_heads": 1, "head_dim": head_dim, "device": device,
+            "dtype": torch.float32,
+        },
+    }[subject]
+    if subject == "LongFlowState":
+        arguments["config"] = module.LongFlowConfig(4)
+    if side == "optimized":
+        refused(function, ValueError, says, **arguments)
+    else:
+        function(**arguments)
+
+
+@pytest.mark.limits
+@pytest.mark.parametrize("subject", [*FUNCTIONS, "decode_per_head"])
+@both_sides
+def test_float64_is_for_the_reference(subject: str, side: str, twins: Twins, device: torch.device) -> None:
+    call = Call(twins, side, subject, device)
+    converted(torch.float64)(call.arguments)
+    if side == "optimized":
+        with call.refused(TypeError, r"dtype must be one of .*float32.*float16.*bfloat16, got torch.float64"):
+            call()
+    else:
+        call()
+
+
+@pytest.mark.limits
+@both_sides
+def test_a_state_of_float64_is_for_the_reference(side: str, twins: Twins, device: torch.device) -> None:
+    longflow = getattr(twins, side).longflow
+    arguments = STATE | {"config": longflow.LongFlowConfig(4), "device": device, "dtype": torch.float64}
+    if side == "optimized":
+        refused(longflow.LongFlowState, TypeError, "dtype must be one of .*, got torch.float64", **arguments)
+    else:
+        longflow.LongFlowState(**arguments)
+
+
+@pytest.mark.limits
+@pytest.mark.parametrize(("subject", "argument"), FLOATING)
+def test_kernels_have_no_backward(subject: str, argument: str, twins: Twins, device: torch.device) -> None:
+    """Inputs that require grad are refused, unless gradients are disabled."""
+    call = Call(twins, "optimized", subject, device)
+    call.arguments[argument].requires_grad_()
+    with call.refused(ValueError, rf"^{argument} requires grad.*no_grad"):
+        call()
+    if argument == "value":  # once per subject
+        with torch.no_grad():
+            call()
+
+
+@pytest.mark.limits
+def test_kernels_run_on_a_gpu_or_in_the_interpreter(twins: Twins, device: torch.device) -> None:
+    """All tensors are on one device, but no kernel can run there."""
+    call = Call(twins, "optimized", "decode_attention", device)
+    moved(call.arguments)
+    with call.refused(ValueError, "query must be on a CUDA device .*got meta"):
+        call()
+    arguments = STATE | {"config": twins.optimized.longflow.LongFlowConfig(4), "device": "meta"}
+    refused(twins.optimized.longflow.LongFlowState, ValueError, "device must be .*CUDA.*got meta", **arguments)
+
+
+# check_finite --------------------------------------------------------------------------------------------------------
+
+
+@both_sides
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")], ids=str)
+@pytest.mark.parametrize(
+    ("subject", "argument"),
+    [case for case in FLOATING if case[0] in ("decode_attention", "decode_per_head", "prefill", "step")],
+)
+def test_check_finite(
+    subject: str, argument: str, number: float, side: str, twins: Twins, device: torch.device
+) -> None:
+    call = Call(twins, side, subject, device, check_finite=True)
+    call.arguments[argument][0, 1, 2] = number
+    with call.refused(ValueError, rf"^{argument} holds NaN or infinity, which check_finite=True forbids"):
+        call()
+
+
+@both_sides
+@pytest.mark.parametrize("subject", ["decode_attention", "decode_per_head", "prefill"])
+def test_check_finite_looks_at_occupied_slots_only(
+    subject: str, side: str, twins: Twins, device: torch.device
+) -> None:
+    call = Call(twins, side, subject, device, check_finite=True)
+    call.arguments["occupied"][0, ..., 2] = False
+    for name in ("key", "value", *(["query"] if subject == "prefill" else [])):
+        call.arguments[name][0, :, 2] = float("nan")
+    output = call()
+    finite = (output if isinstance(output, Tensor) else output.output).isfinite()
+    wrong = int((~finite).sum())
+    assert not wrong, f"output: {wrong} of {finite.numel()} elements are NaN or infinite, of inputs that are finite"

@@ -1,0 +1,92 @@
+"""Quest under test against the golden trace: bounds, selected pages and outputs on a trained model's vectors.
+
+The state under test runs in lockstep with a float64 state, which adopts pages that differ within the bounds. A step
+whose pages are the recorded ones is compared with the record. The CPU replays the small cases, the GPU all cases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance.judge.checkers.quest import Adapter
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.lockstep import Lockstep
+from kvtwin.conformance.judge.trace import follow as follow_trace
+from kvtwin.fixtures import block_traces, record_quest
+from kvtwin.fixtures.load import load_trace
+from kvtwin.reference.baselines.quest import QuestConfig
+
+pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
+
+CASES = ("3.16", "6.20", "3.64", "6.48")  # layer.budget; the first two have one KV head
+
+
+@pytest.fixture(scope="module")
+def traces() -> Any:
+    return load_trace("capture"), load_trace("quest")
+
+
+def started(module: Any, case: str, traces: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """An empty state of the case, with its query, key and value [1, H, T, D] in `dtype`."""
+    about = traces[1].metadata["cases"][case]
+    tensors = record_quest.inputs(traces[0], about, dtype, device)
+    return module.QuestState(QuestConfig(**about["config"]), **block_traces.sizes(tensors)), tensors
+
+
+def test_every_recorded_case_is_replayed(traces):
+    assert set(traces[1].metadata["cases"]) == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pages_change_from_step_to_step_and_differ_between_heads(case, traces):
+    selected = traces[1].tensors[f"{case}.selected"]
+    assert bool((selected[1:] != selected[:-1]).any()) and bool((selected[:, 1:] != selected[:, :1]).any())
+    assert int(selected.max()) < traces[1].tensors[f"{case}.maximum"].shape[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quest_reference_repeats_the_golden_trace(case, traces, twins):
+    """All steps in float64: bounds and pages are equal, outputs are within the tolerance of `--check`."""
+    golden = traces[1]
+    about = golden.metadata["cases"][case]
+    state, tensors = started(twins.reference.baselines.quest, case, traces, torch.device("cpu"), torch.float64)
+    for name, tensor in record_quest.record_case(tensors, about["prompt"], state.config).items():
+        stored = golden.tensors[f"{case}.{name}"]
+        if name == "output":
+            allowed = record_quest.tolerance(traces[0], about)
+            assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
+        else:
+            assert_same(tensor, stored, what=name)
+
+
+def test_quest_follows_the_golden_trace(traces, twins, device):
+    for case in CASES if device.type == "cuda" else CASES[:2]:
+        follow(case, traces, twins, device)
+
+
+def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
+    golden = traces[1]
+    about = golden.metadata["cases"][case]
+    tested, tensors = started(twins.optimized.baselines.quest, case, traces, device, torch.bfloat16)
+    exact, _ = started(twins.reference.baselines.quest, case, traces, device, torch.float64)
+    adapter = Adapter()
+    both, prompt = Lockstep(tested, exact, adapter), about["prompt"]
+    outputs, pages = (golden.tensors[f"{case}.{name}"].to(device) for name in ("output", "selected"))
+    allowed = record_quest.tolerance(traces[0], about)
+    alike = 0
+    with follow_trace():
+        both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
+        for step in range(about["steps"]):
+            output = both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
+            same = (tested.selected[0] == pages[step]).all(-1)                             # [Hq]
+            alike += int(same.sum())
+            assert_within(
+                output[0, same], outputs[step, same], (adapter.bound[0] + allowed)[same],
+                what=f"recorded output of step {step}",
+            )
+    assert alike > 0.9 * about["steps"] * tested.sizes.query_heads, "few steps select the recorded pages"
+    for name, tensor in record_quest.bounds_of(tested).items():
+        assert_same(tensor, golden.tensors[f"{case}.{name}"].to(device), what=name)

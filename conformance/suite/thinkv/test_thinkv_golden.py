@@ -1,0 +1,140 @@
+"""ThinKV under test against the golden trace: the thoughts, tokens and outputs of float64 on a trained model's vectors.
+
+The state under test runs in lockstep with a float64 state, which adopts adjudicated choices. After an adopted choice
+the float64 state may differ from the record, so windows are compared with the record only until then. At least half of
+them must be. The CPU replays the small cases, the GPU all cases, or two of them with the profile gpu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvtwin.conformance.cases import draws
+from kvtwin.conformance.judge.checkers import thinkv_paging
+from kvtwin.conformance.judge.checkers.thinkv_state import Adapter
+from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.lockstep import Lockstep
+from kvtwin.conformance.judge.trace import follow as follow_trace
+from kvtwin.fixtures import block_traces, record_thinkv
+from kvtwin.fixtures.load import load_trace
+from kvtwin.fixtures.record_thinkv import positions
+from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.thinkv.thoughts import attention_sparsity, classify
+from kvtwin.reference.thinkv.types import Thought
+
+pytestmark = [pytest.mark.kind("golden"), pytest.mark.main, pytest.mark.first]
+
+CASES = ("3.16", "3.20", "3.48", "6.64")  # layer.budget; the first two have one KV head, the second quantizes nothing
+
+
+@pytest.fixture(scope="module")
+def traces() -> Any:
+    return load_trace("capture"), load_trace("thinkv")
+
+
+def started(module: Any, case: str, traces: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """An empty state of the case, with its query, key and value [1, H, T, D] in `dtype`."""
+    about = traces[1].metadata["cases"][case]
+    tensors = record_thinkv.inputs(traces[0], about, dtype, device)
+    return module.ThinKVState(ThinKVConfig(**about["config"]), **block_traces.sizes(tensors)), tensors
+
+
+def test_every_recorded_case_is_replayed(traces):
+    assert set(traces[1].metadata["cases"]) == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_has_every_thought(case, traces):
+    """All thought types occur, and they agree with the sparsities."""
+    about = traces[1].metadata["cases"][case]
+    shares, thoughts = (traces[1].tensors[f"{case}.{name}"] for name in ("sparsity", "thought"))
+    assert set(thoughts.tolist()) == set(Thought)
+    low, high = about["config"]["edges"]
+    told = [0 if share >= high else 2 if share >= low else 1 for share in shares.tolist()]
+    assert thoughts.tolist() == told
+    held = (traces[1].tensors[f"{case}.held"] >= 0).sum(1)
+    assert int(held[-1]) < about["prompt"] + about["steps"]
+    assert len(thoughts) == about["steps"] // about["config"]["tau"] == len(held) - 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_thinkv_reference_repeats_the_golden_trace(case, traces, twins):
+    """All steps in float64: decisions are equal, other results are within the tolerance of `--check`."""
+    golden = traces[1]
+    about = golden.metadata["cases"][case]
+    state, tensors = started(twins.reference.thinkv, case, traces, torch.device("cpu"), torch.float64)
+    again = record_thinkv.record_case(tensors, about["prompt"], state.config)
+    for name, tensor in again.items():
+        stored = golden.tensors[f"{case}.{name}"]
+        if tensor.is_floating_point():
+            allowed = record_thinkv.tolerance(traces[0], about, name)
+            assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
+        else:
+            assert_same(tensor, stored, what=name)
+
+
+def test_thinkv_follows_the_golden_trace(traces, twins, device):
+    for case in draws.of_run(CASES, 2) if device.type == "cuda" else CASES[:2]:
+        follow(case, traces, twins, device)
+
+
+def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
+    golden = traces[1]
+    about = golden.metadata["cases"][case]
+    recorded = {name: golden.tensors[f"{case}.{name}"] for name in ("thought", "held", "output")}
+    prompt, tau = about["prompt"], about["config"]["tau"]
+    tested, tensors = started(twins.optimized.thinkv, case, traces, device, torch.bfloat16)
+    exact, _ = started(twins.reference.thinkv, case, traces, device, torch.float64)
+    adapter = Adapter()
+    adapter.stored = ()                                                    # at the ends of windows only, see below
+    both = Lockstep(tested, exact, adapter)
+    with follow_trace():
+        both.prefill(*(tensor[:, :, :prompt] for tensor in tensors))
+        as_recorded, followed = same_tokens(exact, recorded["held"][0]), 0
+        for step in range(about["steps"]):
+            output = both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
+            window, place = divmod(step, tau)
+            if place == 0:
+                as_recorded &= int(exact.thought) == int(recorded["thought"][window])
+            if place < tau - 1:
+                continue
+            thinkv_paging.assert_same_tables(tested.cache, exact.cache, what=f"at the end of window {window}: ")
+            thinkv_paging.assert_same_contents(tested.cache, exact.cache, what=f"at the end of window {window}: ")
+            if as_recorded:
+                truth = recorded["output"][window].to(device)[None]
+                assert_within(output, truth, adapter.bound, what=f"output at the end of window {window}")
+                followed += 1
+            as_recorded &= same_tokens(exact, recorded["held"][window + 1])
+    windows = len(recorded["thought"])
+    assert 2 * followed >= windows, f"only {followed} of {windows} windows agree with the record"
+
+
+def same_tokens(state: Any, held: torch.Tensor) -> bool:
+    return positions(state) == [position for position in held.tolist() if position >= 0]
+
+
+def test_the_two_readings_of_sparsity_differ_at_a_third_of_the_steps(traces):
+    """The numbers in the method's readings: steps whose thought type differs between the sparsity of heads and that of
+    their mean, over all earlier tokens, with edges at the terciles of each."""
+    about = traces[0].metadata
+    end = about["prompt"] + about["steps"]
+    shares = torch.empty(2, len(about["layers"]), about["steps"], dtype=torch.float64)
+    for number, layer in enumerate(about["layers"]):
+        query, key, _ = block_traces.inputs(traces[0], layer, torch.float64, "cpu")
+        for step, last in enumerate(range(about["prompt"], end)):
+            given = query[:, :, last], key[:, :, :last + 1], torch.ones(1, last + 1, dtype=torch.bool)
+            for which, sparsity_of in enumerate(("heads", "mean")):
+                shares[which, number, step] = attention_sparsity(*given, sparsity_of=sparsity_of)
+
+    def types(share: torch.Tensor) -> torch.Tensor:
+        low, high = share.quantile(torch.tensor([1 / 3, 2 / 3], dtype=share.dtype)).tolist()
+        return classify(share, (low, high))
+
+    differ = [types(one) != types(other) for one, other in zip(*shares, strict=True)]
+    found = sorted(round(100 * float(layer.double().mean())) for layer in differ)
+    assert (found[0], found[-1]) == (26, 43)
+    heads, mean = shares.mean(1)
+    assert round(100 * float((types(heads) != types(mean)).double().mean())) == 31

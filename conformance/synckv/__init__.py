@@ -1,1 +1,0 @@
-"""SyncKV: its tests, claims and mutants."""

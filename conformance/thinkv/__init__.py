@@ -1,1 +1,0 @@
-"""ThinKV: its tests, claims and mutants."""

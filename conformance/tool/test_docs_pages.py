@@ -1,0 +1,107 @@
+"""The how-to about kernels over FP8 pages: its package and its module get the verdicts that it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtwin.conformance import cli, own_methods
+from kvtwin.conformance.tool.docs_source import DOCS
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.skipif(not DOCS.is_dir(), reason="docs/ is not in the wheel: its examples are there")
+]
+NAME = "fp8_keys"
+
+
+def blocks(language: str) -> list[str]:
+    text = (DOCS / "how-to" / "paged-fp8-kernel.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def written(folder: Path) -> None:
+    """Write the files of the page."""
+    for code in blocks("python"):
+        path = re.match(r"# ([\w/]+\.py)\n", code)
+        if path is not None:
+            (folder / path[1]).parent.mkdir(exist_ok=True)
+            (folder / path[1]).write_text(code, encoding="utf-8")
+
+
+def patched(folder: Path, diff: str) -> None:
+    """Apply a diff whose parts begin with "--- PATH", and have lines to remove, then lines to add."""
+    for part in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]:
+        name, *lines = part.splitlines()
+        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] == sign) for sign in "-+")
+        text = (folder / name).read_text(encoding="utf-8")
+        assert text.count(old) == 1, f"{name} has no {old!r}"
+        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package, which Python finds as if it was installed, and the module."""
+    made = tmp_path_factory.mktemp("pages")
+    assert cli.main(["new", NAME, str(made / NAME)]) == 0
+    written(made)
+    (diff,) = blocks("diff")
+    patched(made, diff)
+    info = made / NAME / f"{NAME}-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0.1\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[{own_methods.GROUP}]\n{NAME} = {NAME}:METHOD\n", encoding="utf-8")
+    return made
+
+
+def verified(folder: Path, *arguments: str) -> tuple[int, str, dict]:
+    """The exit code, what is printed, and the report of ``kvtwin verify``."""
+    path = os.pathsep.join(filter(None, [str(folder / NAME), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtwin", "verify", *arguments, "--device=cpu", "--jobs=1", "--report=report.json",
+         "-k", "paged"],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": path},
+    )  # fmt: skip
+    assert (folder / "report.json").is_file(), done.stdout + done.stderr
+    return done.returncode, done.stdout, json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def test_the_package_is_right_and_a_mistake_in_it_is_found(folder):
+    code, text, report = verified(folder, NAME, "--hypothesis-profile=quick")
+    assert code == 0, text
+    assert report["coverage"][NAME]["judged"] == ["paged_attention", "paged_attention[fp8]"]
+    found = report["verdicts"][NAME]
+    names = ("accuracy", "repeatability", "independence", "free_slots", "extreme_numbers", "layouts")
+    assert {name: found[name]["verdict"] for name in names} == dict.fromkeys(names, "right")
+    path = folder / NAME / NAME / "pages_optimized.py"
+    right = path.read_text(encoding="utf-8")
+    try:
+        for old, new, wrong in (
+            ("output * value_scale.view(-1, 1, 1)", "output", "accuracy"),
+            (".masked_fill(~held, 0)", "", "free_slots"),
+        ):
+            assert right.count(old) == 1
+            path.write_text(right.replace(old, new), encoding="utf-8")
+            code, text, report = verified(folder, NAME, "--hypothesis-profile=quick")
+            found = report["verdicts"][NAME]
+            assert code == 1 and found[wrong]["verdict"] == "wrong" and found[wrong]["follows"] is None, text
+    finally:
+        path.write_text(right, encoding="utf-8")
+
+
+def test_the_module_is_judged_as_the_page_shows(folder):
+    code, text, report = verified(folder, "longflow", "--impl=my_pages", "--hypothesis-profile=brief")
+    assert code == 0, text
+    page = (DOCS / "how-to" / "paged-fp8-kernel.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^    ((?:declared|judged|not provided).*)$", page, re.MULTILINE)
+    assert len(shown) == 3
+    for line in shown[:2]:
+        assert f"  {line}\n" in text, text
+    lacking = shown[2].removeprefix("not provided: ").split(", ")
+    assert set(report["coverage"]["longflow"]["not_provided"]) <= set(lacking)
