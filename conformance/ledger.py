@@ -1,7 +1,7 @@
 """The claims ledger: what the papers say, what of it is true, and which test shows it.
 
-``papers/<method>/claims.toml`` says which version of a paper is judged, and holds one ``[[claim]]`` table per theorem, bound,
-rewriting, count or figure of it::
+``papers/<method>/claims.toml`` says which version of a paper is judged, and holds one ``[[claim]]`` table per theorem,
+bound, rewriting, count or figure of it::
 
     version = "arXiv 2504.15364, version 2"
     code = "https://github.com/name/repository, commit 0123abc"      # if there is released code that we have read

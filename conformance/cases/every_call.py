@@ -1,7 +1,7 @@
 """Calls of every function and state of a pair's optimized side on tiny tensors. Together they launch every kernel.
 
-lab/compile_only.py compiles what these calls launch, sanitize.py has compute-sanitizer watch them, and test_repeatable.py
-repeats them under disturbance.
+lab/compile_only.py compiles what these calls launch, lab/sanitize.py has compute-sanitizer watch them, and
+test_repeatable.py repeats them under disturbance.
 """
 
 from __future__ import annotations

@@ -7,7 +7,12 @@ another order looks for other keys, and compiles the same kernels again. The pro
 
 from __future__ import annotations
 
-from ..lab.compile_only import modules
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+
+from .. import discovery
 
 
 def settle() -> None:
@@ -22,3 +27,12 @@ def settle() -> None:
         for value in list(vars(module).values()):
             if isinstance(value, JITFunction):
                 value.cache_key  # noqa: B018  # computed and stored at the first access
+
+
+def modules(package: str = discovery.OPTIMIZED) -> Iterator[ModuleType]:
+    """The modules of the optimized side, without those that need transformers."""
+    found = importlib.import_module(package)
+    yield found
+    for inner in pkgutil.iter_modules(getattr(found, "__path__", ())):
+        if inner.name != "hf":
+            yield from modules(f"{package}.{inner.name}")

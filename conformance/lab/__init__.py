@@ -1,1 +1,1 @@
-"""The laboratory: mutation testing, soak, other hosts, compilation, sanitizers, the authors' own code. Not in the wheel."""
+"""The laboratory: mutation, soak, other hosts, compilation, sanitizers, the authors' own code. Not in the wheel."""

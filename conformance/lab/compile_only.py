@@ -16,7 +16,6 @@ import contextlib
 import importlib
 import inspect
 import os
-import pkgutil
 import re
 import sys
 import time
@@ -32,6 +31,7 @@ import torch
 
 from .. import discovery
 from ..discovery import Pair
+from ..harness.kernel_keys import modules
 
 CAPABILITY = 90
 WARP = 32
@@ -198,15 +198,6 @@ def stand_in(capability: int, *, listed: bool = False) -> Compiled:
             if hasattr(module, name):
                 setattr(module, name, answer)
     return compiled
-
-
-def modules(package: str = discovery.OPTIMIZED) -> Iterator[ModuleType]:
-    """The modules of the optimized side, without those that need transformers."""
-    found = importlib.import_module(package)
-    yield found
-    for inner in pkgutil.iter_modules(getattr(found, "__path__", ())):
-        if inner.name != "hf":
-            yield from modules(f"{package}.{inner.name}")
 
 
 def choosing(pair: Pair) -> list[ModuleType]:

@@ -1,1 +1,1 @@
-"""The tests that judge an implementation: of every method in files of this folder, of one method in a folder of its name."""
+"""The tests that judge an implementation: of every method in this folder, of one method in the folder of its name."""

@@ -68,7 +68,7 @@ def print_launches() -> None:
 @contextmanager
 def few_calls() -> Iterator[None]:
     """Make fewer calls that still launch every kernel. All sizes are equal, so choices by size alternate instead."""
-    from ..lab import compile_only
+    from ..harness.kernel_keys import modules
 
     ask = checkers.ask
 
@@ -89,7 +89,7 @@ def few_calls() -> Iterator[None]:
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
             # Memory that no kernel writes to is hashed too, so it must have defined contents.
             stack.enter_context(mock.patch.object(owner, name, zeroed(getattr(owner, name))))
-        for module in compile_only.modules():
+        for module in modules():
             if hasattr(module, "fused"):
                 ways = itertools.cycle([True, False])
                 stack.enter_context(mock.patch.object(module, "fused", lambda *_, ways=ways: next(ways)))

@@ -25,7 +25,7 @@ def passed(count: int) -> list[Result]:
     names, dtypes = list(PROPERTIES), ("float32", "float16", "bfloat16")
     return [
         Result(
-            f"every_method/test_file_{number % 40}.py::test_it[{METHODS[number % 4]}.decode_attention-output-{number}]",
+            f"suite/test_file_{number % 40}.py::test_it[{METHODS[number % 4]}.decode_attention-output-{number}]",
             method=METHODS[number % 4], kind="equivalence", duration=0.01, touched=True, answered=3, cases=3,
             judged={f"{number}": JudgedCase(dtypes[number % 3], "contiguous", 2, 48, 19)}, elements=1000, launches=3,
             judges=names[number % 11], subject=f"{METHODS[number % 4]}.decode_attention", judged_field="output",
@@ -51,7 +51,7 @@ def failed(text: str, count: int = 1) -> list[Result]:
             "choice": False, "wrong": 1, "unusual": False,
         }
         found.append(Result(
-            f"every_method/test_failed.py::test_{judged}[{number}-{text}]", method="longflow", kind="equivalence",
+            f"suite/test_failed.py::test_{judged}[{number}-{text}]", method="longflow", kind="equivalence",
             outcome="failed", judges=judged, judged_field=text, touched=True, answered=1, cases=1,
             refused={f"decode_attention: {text}": 2}, missing={f"decode_attention.{text}": 1}, finding=finding,
             message=message + "\n" + 200 * "a line of a failing example\n",

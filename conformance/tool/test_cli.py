@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import re
 import subprocess
 import sys
 import tomllib
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -123,35 +121,31 @@ def test_replay_refuses_a_case_that_was_edited(tmp_path, capsys):
         assert "case.safetensors holds no saved case" in refused(capsys, "replay", str(path)), metadata
 
 
+ROOMS = [path for room in results.ROOMS for path in sorted((plugin.HERE / room).rglob("test_*.py"))]
+
+
 def test_the_main_job_leaves_out_the_tests_of_caches_and_no_claim():
     """Only the files that it leaves out need transformers. They test no claim."""
-    arguments = main_job.pytest_arguments(main_job.parser().parse_args(["--jobs", "1"]))
-    patterns = [one.removeprefix("--ignore-glob=") for one in arguments if one.startswith("--ignore-glob=")]
-    tests = [path for path in plugin.HERE.rglob("test_*.py") if results.META not in path.parents]
-    left_out = [path for path in tests if any(fnmatch.fnmatch(str(path), pattern) for pattern in patterns)]
+    texts = {path: path.read_text(encoding="utf-8") for path in ROOMS}
+    left_out = [path for path, text in texts.items() if re.search(r"^pytestmark = .*mark\.whole", text, re.M)]
     assert len(left_out) > 10
-    for path in tests:
-        text = path.read_text(encoding="utf-8")
-        if path in left_out:
-            assert "mark.claim" not in text, path.name
-        else:
-            assert not re.search(r"importorskip\(.transformers", text), path.name
+    for path, text in texts.items():
+        assert ("mark.claim(" if path in left_out else "importorskip(\"transformers") not in text, path.name
 
 
-@pytest.mark.parametrize(("named", "profile", "shorter"), [
-    ([], "quick", True), (["h2o"], "quick", False), ([], "ci", False),
+@pytest.mark.parametrize(("named", "more", "expected", "rooms"), [
+    ([], ["--hypothesis-profile=quick"], "not slow and not whole and (main or claim)", results.ROOMS),
+    (["h2o"], ["--hypothesis-profile=quick"], "not slow and not whole", results.ROOMS),
+    ([], ["--hypothesis-profile=ci"], "not whole", results.ROOMS),
+    (["h2o"], ["--impl=mine"], None, (results.SUITE,)),
 ])
-def test_a_quick_run_of_all_methods_leaves_out_corner_cases_and_no_claim(named, profile, shorter):
-    chosen = main_job.parser().parse_args([*named, "--hypothesis-profile", profile, "--jobs", "1"])
+def test_markers_and_rooms_say_what_the_main_job_runs(named, more, expected, rooms):
+    chosen = main_job.parser().parse_args([*named, *more, "--jobs=1"])
     chosen.required, chosen.methods = named, named or ["h2o"]
     arguments = main_job.pytest_arguments(chosen)
-    left_out = [Path(one.removeprefix("--ignore=")) for one in arguments if re.match("--ignore=.*py$", one)]
-    assert ("-m" in arguments) == (profile == "quick")
-    assert bool(left_out) == shorter
-    for path in left_out:
-        kept = {"claims", "golden", "input", "laws", "lockstep", "properties"}
-        assert not kept & set(path.stem.split("_")), path.name
-        assert "mark.claim" not in path.read_text(encoding="utf-8"), path.name
+    assert (arguments[arguments.index("-m") + 1] if "-m" in arguments else None) == expected
+    assert arguments[: len(rooms)] == [str(plugin.HERE / room) for room in rooms]
+    assert f"--ignore={plugin.HERE / 'methods' / 'kivi'}" in arguments
 
 
 @pytest.mark.parametrize(("more", "seed"), [

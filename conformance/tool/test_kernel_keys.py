@@ -16,8 +16,8 @@ KEYS = """
 import json
 import random
 from triton.runtime.jit import JITFunction
-from kvtwin.conformance.lab.compile_only import modules
 from kvtwin.conformance.harness import kernel_keys
+from kvtwin.conformance.harness.kernel_keys import modules
 
 found = {(value.fn.__module__, value.__name__): value
          for module in modules() for value in vars(module).values() if isinstance(value, JITFunction)}

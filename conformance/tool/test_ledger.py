@@ -81,7 +81,7 @@ def test_other(): pass
 def folder(tmp_path):
     def make(toml: str = CLAIM + FALSE, tests: str = TESTS, version: str = VERSION):
         tmp_path.joinpath("longflow").mkdir(exist_ok=True)
-        tmp_path.joinpath("papers/longflow/claims.toml").write_text(version + toml)
+        tmp_path.joinpath("longflow/claims.toml").write_text(version + toml)
         tmp_path.joinpath("longflow/test_longflow_claims.py").write_text(tests)
         return tmp_path
 
@@ -206,7 +206,7 @@ def test_ledger_and_markers_that_disagree(folder, toml, tests, problem):
         (CLAIM + '[other]\nx = 1', "expected .*claim.* tables only"),
         (OURS[OURS.index("[[omitted"):], "found version, code, omitted"),
         ("", "found version, code"),
-        ("[[claim]", "papers/longflow/claims.toml: "),
+        ("[[claim]", "longflow/claims.toml: "),
     ],
 )  # fmt: skip
 def test_a_broken_ledger_is_refused(folder, toml, complaint):

@@ -81,7 +81,7 @@ def test_verify_runs_its_tests_and_all_are_right(installed):
 
 def test_its_sides_are_twins(installed):
     """The same interface, no import of the other side, and torch's requirements on operations."""
-    suite = plugin.HERE / "suite"
+    every_method = plugin.HERE / "methods" / "every_method"
     files = [str(every_method / name) for name in ("test_twins.py", "test_twins_torch.py", "test_interruptions.py")]
     done = installed.pytest("-k", NAME, "-rA", *files)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -326,7 +326,7 @@ def test_what_takes_longest_comes_first_among_the_tests_that_remain(pytester, in
     """pytest-xdist gives the second of two processes the second half of the tests that are not deselected."""
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
     others = "".join(f"def test_{n}{'_out' if n < 5 else ''}(twins): pass\n" for n in range(9))
-    long = "import pytest\n@pytest.mark.method('{}')\ndef test_long(twins): pass"
+    long = "import pytest\n@pytest.mark.first\n@pytest.mark.method('{}')\ndef test_long(twins): pass"
     # The tests of KIVI take longer, since its kernels do.
     write(pytester.path, test_all=others, test_lockstep=long.format("h2o"), test_needle=long.format("kivi"))
     found = in_process("--collect-only", "-q", "-k", "not _out").outlines

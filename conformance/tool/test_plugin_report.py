@@ -226,16 +226,17 @@ from kvtwin.conformance import discovery
 @pytest.mark.parametrize("method", [one for one in discovery.methods() if one.name == "longflow"], ids=str)
 def test_it(method): pass
 """
+MARKED = "import pytest\n@pytest.mark.kind({!r})\ndef test_it(): pass"
 #: The name and the text of a file with one test, its method, and its kind.
 FILES = [
     ("test_longflow", "def test_it(): pass", "longflow", "equivalence"),
     ("test_longflow_state", "def test_it(): pass", "longflow", "equivalence"),
-    ("test_longflow_input", "def test_it(): pass", "longflow", "bad_input"),
-    ("test_longflow_golden", "def test_it(): pass", "longflow", "golden"),
-    ("test_longflow_claims_more", "def test_it(): pass", "longflow", "claims"),
-    ("test_longflow", "import pytest\n@pytest.mark.kind('laws')\ndef test_it(): pass", "longflow", "laws"),
+    ("test_longflow_input", MARKED.format("bad_input"), "longflow", "bad_input"),
+    ("test_longflow_golden", MARKED.format("golden"), "longflow", "golden"),
+    ("test_longflow_claims_more", "def test_it(): pass", "longflow", "equivalence"),
+    ("test_longflow", MARKED.format("laws"), "longflow", "laws"),
     ("test_longflow", "import pytest\n@pytest.mark.claim('LF-3')\ndef test_it(): pass", "longflow", "claims"),
-    ("test_laws", PARAMETRIZED, "longflow", "laws"),
+    ("test_laws", PARAMETRIZED, "longflow", "equivalence"),
     ("test_twins", PARAMETRIZED.replace("method", "pair").replace("pairs", "methods"), "longflow", "equivalence"),
     ("test_any", "import pytest\n@pytest.mark.method('longflow')\ndef test_it(): pass", "longflow", "equivalence"),
     ("test_longflowers", "def test_it(): pass", None, None),
@@ -276,7 +277,7 @@ def test_it(field): pass
 
 
 def test_an_unknown_kind_is_a_usage_error(run):
-    result = run("import pytest\n@pytest.mark.kind('law')\ndef test_it(): pass")
+    result = run(MARKED.format("law"))
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*mark.kind('law'): the kinds are equivalence, laws, claims, golden, bad_input"])
 

@@ -117,7 +117,7 @@ def test_table(folder):
 @pytest.mark.parametrize(
     ("toml", "complaint"),
     [
-        (ONE + ONE, "papers/longflow/readings.toml: ids used twice: shared-slot"),
+        (ONE + ONE, "longflow/readings.toml: ids used twice: shared-slot"),
         (ONE.replace("shared-slot", "Shared slot"), "an id looks like"),
         (ONE.replace('where = "section 3.4"', ""), "shared-slot: where must be a string, got None"),
         (ONE.replace('others = "one per head"', 'others = " "'), "others is empty"),
@@ -134,7 +134,7 @@ def test_table(folder):
         (ONE.replace("per_head=True", "**more"), "option must be like 'name=value'"),
         (ONE + "[other]\nx = 1", "expected .*reading.* tables only, found reading, other"),
         ("", "found nothing"),
-        ("[[reading]", "papers/longflow/readings.toml: "),
+        ("[[reading]", "longflow/readings.toml: "),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_refused(folder, toml, complaint):

@@ -22,9 +22,9 @@ COMMANDS = {
         "kvtwin.fixtures.needle", "kvtwin.fixtures.counterfactual", "kvtwin.fixtures.record",
     ),
     "develop": (
-        "kvtwin.conformance.lab.mutation", "kvtwin.conformance.lab.mutation verdict", "kvtwin.conformance.lab.mutation.power",
-        "kvtwin.conformance.lab.hosts",
-        "kvtwin.conformance.lab.soak", "kvtwin.conformance.lab.compile_only",
+        "kvtwin.conformance.lab.mutation", "kvtwin.conformance.lab.mutation verdict",
+        "kvtwin.conformance.lab.mutation.power", "kvtwin.conformance.lab.hosts", "kvtwin.conformance.lab.soak",
+        "kvtwin.conformance.lab.compile_only",
     ),
 }  # fmt: skip
 #: Where `main` is, of the packages among them.

@@ -9,8 +9,8 @@ several tests::
     new = "new text"
     tests = ["papers/longflow/test_longflow_claims_score.py::test_exact_effect"]   # each of them must fail
 
-``python -m kvtwin.conformance.lab.mutation claims [METHOD...] [--only TEXT] [--again] [--jobs 2]`` makes each change in a
-copy of the package and runs its tests (see mutate.py). A test detects the change if it finds a wrong result; other
+``python -m kvtwin.conformance.lab.mutation claims [METHOD...] [--only TEXT] [--again] [--jobs 2]`` makes each change in
+a copy of the package and runs its tests (see mutate.py). A test detects the change if it finds a wrong result; other
 errors do not count. Results are written to claim_matrix.json as they come, and a change with a result of the present
 sources does not run again, so the same command continues a run that was interrupted. Exit code 0 if each test of a
 claim detects its change, 1 if a test does not, or has none, 2 if a file is invalid or a test fails as it is.

@@ -1,7 +1,7 @@
-"""Mutation testing: the suite must detect every mutant that ``<method>/mutants.toml`` lists.
+"""Mutation testing: the suite must detect every mutant that ``methods/<method>/mutants.toml`` lists.
 
-``python -m kvtwin.conformance.lab.mutation [METHOD...] [--only NAME] [--stale] [--jobs 2] [--store]`` applies each mutant
-to a copy of the package and runs, in a separate process (mutate_server.py), the tests that should detect it::
+``python -m kvtwin.conformance.lab.mutation [METHOD...] [--only NAME] [--stale] [--jobs 2] [--store]`` applies each
+mutant to a copy of the package and runs, in a separate process (mutate_server.py), the tests that should detect it::
 
     control = "suite/snapkv/test_snapkv.py::test_other"  # must pass with every mutant of this file
 
@@ -284,7 +284,8 @@ def _messages(facts: Iterable[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvtwin.conformance.lab.mutation", description=__doc__.splitlines()[0])
+    description = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m kvtwin.conformance.lab.mutation", description=description)
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods whose mutants run (default: all)")
     parser.add_argument("--only", action="append", metavar="NAME", help="run only this mutant; may be repeated")
     parser.add_argument("--stale", action="store_true", help="run only mutants without a result of the present sources")

@@ -1,6 +1,6 @@
-"""``python -m kvtwin.conformance.lab.mutation.power``: how often the verdict finds planted faults, and its false alarms.
+"""``python -m kvtwin.conformance.lab.mutation.power``: detection of planted faults, and false alarms.
 
-Each fault of tool/patients/faults.py and each right implementation of meta/patients/right is judged with each seed, as
+Each fault of tool/patients/faults.py and each right implementation of tool/patients/right is judged with each seed, as
 ``kvtwin verify METHOD --impl MODULE --seed N`` judges it, less shrinking. The verdict on a fault ends with the first
 failure. Each line of the results is one verdict; verdicts that are in the file are not made again, so a run can be
 stopped at any time and resumed. --store writes the counts to power.json, from which the documentation has its tables.

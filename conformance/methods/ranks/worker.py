@@ -1,4 +1,7 @@
-"""``python -m kvtwin.conformance.methods.ranks.worker``: a rank of a pool. It runs what its parent sends until that is gone."""
+"""``python -m kvtwin.conformance.methods.ranks.worker``: a rank of a pool.
+
+It runs what its parent sends until that is gone.
+"""
 
 from __future__ import annotations
 
