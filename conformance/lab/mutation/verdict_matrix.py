@@ -3,7 +3,7 @@
 ``python -m kvtwin.conformance.lab.mutation verdict [METHOD...] [--only NAME] [--sample N] [--part 3/8] [--jobs N]``
 takes each mutant of `optimized/` and `reference/` (see mutate.py) as somebody's implementation: a copy of the side
 under another package name (verdict_copies.py). A run judges it with the tests, the profile and the seed of ``kvtwin
-verify METHOD --impl``, and stops at the first property that is wrong (of those in the entry's ``fits``, if it has some).
+verify METHOD --impl``, and stops at the first property that is wrong (of those in the entry's ``fits``, if it has any).
 Cases are not shrunk. Tests that are likely to find the mutant come first: the one that found it before, then its
 killers.
 
