@@ -16,15 +16,16 @@ from .cases.case import Case, DecodeCase, WindowCase
 from .cases.flashinfer_traces import flashinfer_cases
 from .cases.in_pages import PagedDecodeCase, PagedFp8Case, paged_decode_cases, paged_fp8_cases
 from .cases.key_cases import KeyCase, key_cases
+from .cases.oracle import Attention, attend, upcast
 from .cases.paged_view import PagedLayout, PagedView, paged_views
 from .cases.saved import load
 from .cases.state_trace import StateTrace
 from .cases.strategies import decode_cases, state_traces, window_cases
 from .discovery import OPTIMIZED
+from .harness import replay
 from .harness.fair_play import Guard
-from .harness.impl import Facade, NotProvided
+from .harness.impl import Facade
 from .judge import lockstep as _lockstep
-from .judge import replay
 from .judge.bounds import Arithmetic, Interval, arithmetic, gamma, log_weight_error, output_error
 from .judge.choices import Verdict, assert_eviction_right, assert_kept_right
 from .judge.compare import (
@@ -36,11 +37,11 @@ from .judge.compare import (
 )
 from .judge.fields import field
 from .judge.lockstep import Lockstep, Summary
-from .judge.oracle import Attention, attend, upcast
 from .judge.paged_subjects import paged_subjects
 from .judge.pages import judge_paged
-from .judge.stats import Stats, collect
 from .judge.ties import tie_classes
+from .refusals import NotProvided
+from .stats import Stats, collect
 
 __all__ = [
     "Arithmetic", "AttendCase", "Attention", "Capabilities", "Case", "DecodeCase", "Interval", "JudgeError", "KeyCase",

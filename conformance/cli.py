@@ -35,7 +35,7 @@ def verify(arguments: Sequence[str], prog: str) -> int:
 
 def replay(arguments: Sequence[str], prog: str) -> int:
     """judge a failing case again, from the file that a run saved"""
-    from .judge import replay as module
+    from .harness import replay as module
 
     return module.main(arguments, prog=prog)
 

@@ -16,12 +16,12 @@ from torch.nn import functional
 
 from kvtwin.conformance.cases.fp8_cases import FORMATS
 from kvtwin.conformance.cases.key_cases import KeyCase
+from kvtwin.conformance.cases.oracle import upcast
 from kvtwin.conformance.cases.paged_states import empty_pages
 from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.judge.bounds import UNIT
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.oracle import upcast
 from kvtwin.optimized import keydiff
 from kvtwin.optimized._common.pages import write_slots
 from kvtwin.reference import keydiff as reference

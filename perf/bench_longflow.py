@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
 from kvtwin.conformance.cases.fp8_cases import FORMATS, Fp8Case
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.cases.paged_states import empty_pages
 from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers.longflow import assert_decode_right
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized import longflow
 from kvtwin.optimized._common.prompt_attention import causal_attention
 from kvtwin.reference import longflow as reference

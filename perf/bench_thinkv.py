@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers import thinkv_paging as judge
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized import thinkv
 from kvtwin.optimized.thinkv.eviction import segment_representatives
 from kvtwin.reference.thinkv.contract import ThinKVConfig

@@ -15,11 +15,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvtwin.conformance.cases.block_cases import AttendCase
 from kvtwin.conformance.cases.fp8_cases import FORMATS, Fp8AttendCase
+from kvtwin.conformance.cases.oracle import upcast_all
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.checkers import h2o
 from kvtwin.conformance.judge.checkers.blocks import assert_attend_right
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import upcast_all
 
 from .harness import DeviceBenchmark
 from .peers import _attention, _that_run, decode_peers

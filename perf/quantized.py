@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtwin.conformance.cases.quantized_states import checked_step
+from kvtwin.conformance.suite.quantized_states import checked_step
 
 from .blocks import ITEM, ROWS_CHECKED, Shape, tokens
 from .harness import DeviceBenchmark

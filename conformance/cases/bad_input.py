@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ..harness.impl import Twins
-
 B, HQ, HKV, S, D, W = 2, 4, 2, 6, 16, 3
 QUERY, TOKEN, CACHE = (B, HQ, D), (B, HKV, D), (B, HKV, S, D)
 PROMPT, WINDOW, SHARED, PER_HEAD = (B, HQ, S, D), (B, HQ, W, D), (B, S), (B, HKV, S)
@@ -63,13 +61,13 @@ def good(subject: str, device: torch.device) -> dict[str, Any]:
     return tensors | OTHERS.get(subject, {})
 
 
-def module_of(twins: Twins, side: str, subject: str) -> Any:
+def module_of(twins: Any, side: str, subject: str) -> Any:
     modules = getattr(twins, side)
     return modules.baselines.snapkv if subject in ("window_score", "compress") else modules.longflow
 
 
 @cache
-def used_state(twins: Twins, side: str, device: torch.device, empty: bool, check_finite: bool) -> Any:
+def used_state(twins: Any, side: str, device: torch.device, empty: bool, check_finite: bool) -> Any:
     longflow = getattr(twins, side).longflow
     config = longflow.LongFlowConfig(budget=4, check_finite=check_finite)
     state = longflow.LongFlowState(config, **STATE, device=device)
@@ -83,7 +81,7 @@ class Call:
     """A call of a function or of a state's method. Each call has its own state: empty for prefill, else used."""
 
     def __init__(
-        self, twins: Twins, side: str, subject: str, device: torch.device, *, check_finite: bool = False
+        self, twins: Any, side: str, subject: str, device: torch.device, *, check_finite: bool = False
     ) -> None:
         self.arguments = good(subject, device)
         self.state: Any = None

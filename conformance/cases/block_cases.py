@@ -10,9 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..judge.oracle import Attention, attend
 from . import contents, supported
 from .case import Case
+from .oracle import Attention, attend
 from .state_trace import StateTrace
 from .strategies import GROUPS, TRIPLES, _common, _counts, _scales, contents_of
 

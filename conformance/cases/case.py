@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..judge.oracle import Attention, attend
 from . import contents
 from .layouts import REPEATED, lay_out
 from .layouts import of as layout_of
+from .oracle import Attention, attend
 
 #: Every kind of case by name; subclasses register themselves.
 KINDS: dict[str, type[Case]] = {}

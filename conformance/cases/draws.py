@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from ..judge import stats
+from .. import stats
 from . import supported
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...reference._validate_scales import FP8
 from ...reference.contract import Pages
+from .. import registry
 from ..discovery import Pair
-from ..judge import checkers
 from . import tiny
 from .paged_view import PagedLayout
 
@@ -45,7 +45,7 @@ def of(
 ) -> Iterator[Call]:
     """Calls of every function of a pair, without and with optional arguments, and of its state with each head_dim."""
     functions = tiny.public_functions(pair.optimized, pair.optimized.__all__)
-    for name in sorted(functions.keys() - set(checkers.ask(pair.name, "ON_THE_HOST", ()))):
+    for name in sorted(functions.keys() - set(registry.ask(pair.name, "ON_THE_HOST", ()))):
         for given in tiny.calls(pair, functions[name], device, optional):
             holder = next((value for value in given.values() if hasattr(value, "dequantized")), None)
             to = getattr(holder, "dtype", dtype)  # a cache accepts its own dtype only
@@ -57,7 +57,7 @@ def of(
         yield Call(f"{pair.state.__name__}(pages of {size})", made)
     states = [
         ({**options, **more}, head_dim) for options in tiny.groupings(pair)
-        for head_dim in head_dims for more in ({}, *checkers.ask(pair.name, "COMPILED", ()))
+        for head_dim in head_dims for more in ({}, *registry.ask(pair.name, "COMPILED", ()))
     ]
     for options, head_dim in states if pair.state else ():
         assert pair.state is not None
@@ -75,7 +75,7 @@ def decode(
     outputs = []
     for method, given in calls:
         tokens = [_cast(tensor, dtype) for tensor in given]
-        outputs.append(method(*tokens, **checkers.extras(state, *tokens)))
+        outputs.append(method(*tokens, **registry.extras(state, *tokens)))
     return outputs, state
 
 

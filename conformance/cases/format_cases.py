@@ -16,9 +16,9 @@ from torch import Tensor
 from ...reference import thinkv
 from ...reference.thinkv.types import Quantized
 from .. import capabilities
-from ..judge.format_oracle import BITS, MAGNITUDES, midpoints
 from . import draws, supported
 from .case import Case
+from .format_oracle import BITS, MAGNITUDES, midpoints
 from .layouts import lay_out
 from .strategies import default_device
 

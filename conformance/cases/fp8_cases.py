@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...reference.contract import Pages
-from ..judge.oracle import Attention, attend
 from . import contents, draws, supported
 from .block_cases import AttendCase, attend_cases
 from .case import Case, DecodeCase
 from .layouts import LAYOUTS, MIXED, REPEATED
+from .oracle import Attention, attend
 from .strategies import decode_cases
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import discovery
+from .. import discovery, registry
 from ..discovery import Pair
-from ..judge import checkers
 from . import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +96,7 @@ def targets(pair: Pair, side: str, device: torch.device) -> list[Target]:
         found += [Target(f"{pair.state.__name__}.{name}", partial(_method, pair, module, name)) for name in methods]
         if hasattr(pair.state, "next_slot"):
             found.append(Target(f"{pair.state.__name__}.next_slot", partial(_next_slot, pair, module)))
-    parts = checkers.ask(pair.name, "parts", lambda module: {})(module)
+    parts = registry.ask(pair.name, "parts", lambda module: {})(module)
     return found + [Target(name, make) for name, make in parts.items()]
 
 
@@ -111,7 +110,7 @@ def _variant(pair: Pair, function: Callable[..., Any], number: int, device: torc
 
 def _config(pair: Pair, device: torch.device) -> Made:
     assert pair.config is not None
-    good = checkers.small_config(pair, tiny.BUDGET, {})
+    good = registry.small_config(pair, tiny.BUDGET, {})
     return pair.config, None, {field.name: getattr(good, field.name) for field in dataclasses.fields(good)}
 
 
@@ -121,7 +120,7 @@ def _constructor(pair: Pair, module: Any, device: torch.device) -> Made:
         "batch": tiny.BATCH, "query_heads": tiny.QUERY_HEADS, "key_value_heads": tiny.KEY_VALUE_HEADS,
         "head_dim": tiny.HEAD_DIM, "dtype": torch.float32, "device": device,
     }
-    good = {"config": checkers.small_config(pair, tiny.BUDGET, {}), **sizes}
+    good = {"config": registry.small_config(pair, tiny.BUDGET, {}), **sizes}
     optional = set(inspect.signature(pair.state).parameters) - good.keys()
     return getattr(module, pair.state.__name__), None, good | dict.fromkeys(optional)
 
@@ -131,7 +130,7 @@ def _method(pair: Pair, module: Any, name: str, device: torch.device) -> Made:
     if name == "reorder":
         return state.reorder, state, {"index": torch.tensor([1, 0], device=device)}
     tokens = tiny.token(device, seed=1) if name == "step" else tiny.prompt(device, seed=1)
-    good = dict(zip(("query", "key", "value"), tokens, strict=True)) | checkers.extras(state, *tokens)
+    good = dict(zip(("query", "key", "value"), tokens, strict=True)) | registry.extras(state, *tokens)
     if name != "step":
         good["occupied"] = torch.ones(tiny.BATCH, tiny.SLOTS, dtype=torch.bool, device=device)
     return getattr(state, name), state, good

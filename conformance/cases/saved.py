@@ -48,9 +48,9 @@ def _loaded(path: Path | str, device: str | None) -> Case:
 
 def from_description(fields: dict[str, Any]) -> Case:
     """The case that `Case.described` describes."""
-    from ..judge import checkers
+    from .. import registry
 
-    checkers.every()  # import them all: they define most kinds
+    registry.every()  # import them all: they define most kinds
     fields = {**fields, "dtype": getattr(torch, fields["dtype"])}
     if "config" in fields:
         fields["config"] = tuple(

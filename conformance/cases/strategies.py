@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from .. import discovery
-from ..judge import checkers
+from .. import discovery, registry
 from . import contents, draws, supported
 from .case import DecodeCase, WindowCase
 from .layouts import LAYOUTS
@@ -249,15 +248,15 @@ def state_traces(
     """
     methods = [pair.name for pair in discovery.methods()]
     sizes = draw(_common(
-        device, STATE_TRIPLES, rows=2, head_dims=checkers.ask(method, "HEAD_DIMS", HEAD_DIMS),
+        device, STATE_TRIPLES, rows=2, head_dims=registry.ask(method, "HEAD_DIMS", HEAD_DIMS),
         others=int(method not in methods or method in draws.third_of_run(methods)),
     ))
     cpu = sizes["device"].startswith("cpu")
     on_cpu = (16, 8) if draws.is_quick() else (24, 10)
-    longest, most = on_cpu if cpu else checkers.ask(method, "LONGEST", (300, 48))
-    configs = checkers.ask(method, "configs", _budgets)
+    longest, most = on_cpu if cpu else registry.ask(method, "LONGEST", (300, 48))
+    configs = registry.ask(method, "configs", _budgets)
     config = draw(configs(max_budget or (8 if cpu else 64), 8 if cpu else 32))
-    config = draw(supported.config(config, checkers.pair(method).config or dict))
+    config = draw(supported.config(config, registry.pair(method).config or dict))
     with_prompt = draw(st.booleans()) if prompt is None else prompt
     first, last, unit = supported.slots(1, max_prompt or longest)
     lengths, steps = st.integers(first, last), st.integers(1, max_steps or most)
@@ -266,7 +265,7 @@ def state_traces(
         lengths, steps = st.just(last), st.just(max_steps or most)
         padding = draws.plain_among(padding, ("none",))
     length = unit * draw(lengths) if with_prompt else 0
-    scaled = "scale" in inspect.signature(checkers.pair(method).config or dict).parameters
+    scaled = "scale" in inspect.signature(registry.pair(method).config or dict).parameters
     return StateTrace(
         **sizes,
         content=draw(contents_of(content)),
@@ -279,7 +278,7 @@ def state_traces(
         prompt=length,
         padding=draw(st.sampled_from(supported.occupancies(padding))) if length else "none",
         steps=draw(steps),
-        layers=draw(st.sampled_from(checkers.ask(method, "LAYERS", (1,)))) if length else 1,
+        layers=draw(st.sampled_from(registry.ask(method, "LAYERS", (1,)))) if length else 1,
     )
 
 

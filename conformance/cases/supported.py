@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from .. import capabilities
-from ..judge import stats
+from .. import capabilities, stats
 
 T = TypeVar("T")
 

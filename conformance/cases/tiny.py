@@ -16,9 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .. import discovery
+from .. import discovery, registry
 from ..discovery import Pair
-from ..judge import checkers
 from .paged_states import empty_pages, filled_pages
 from .paged_view import PagedLayout
 
@@ -40,7 +39,7 @@ def larger(head_dim: int = LARGER["HEAD_DIM"], group: int = QUERY_HEADS // KEY_V
 
 def groupings(pair: Pair) -> list[dict[str, Any]]:
     """Options to test: none, and the checker's GROUPINGS, which change a state's shapes."""
-    return [{}, *checkers.ask(pair.name, "GROUPINGS", ())]
+    return [{}, *registry.ask(pair.name, "GROUPINGS", ())]
 
 
 def states() -> list[tuple[Pair, dict[str, Any]]]:
@@ -84,7 +83,7 @@ def arguments(pair: Pair, function: Callable[..., Any], device: torch.device, *,
         "query": query[:, :, 0], "query_window": query[:, :, :WINDOW], "key": key, "value": value,
         "occupied": occupied, "protected": protected, "budget": BUDGET - 1, "scale": 0.5,
         "pages": filled_pages(PagedLayout(4), key, value),
-        **checkers.ask(pair.name, "arguments", lambda device: {})(device),
+        **registry.ask(pair.name, "arguments", lambda device: {})(device),
     }
     prefix = f"{function.__name__}."
     known |= {name.removeprefix(prefix): value for name, value in known.items() if name.startswith(prefix)}
@@ -108,7 +107,7 @@ def calls(
 
 def variants(pair: Pair, function: Callable[..., Any], device: torch.device) -> list[dict[str, Any]]:
     """Arguments of further calls: see the checkers."""
-    made = checkers.ask(pair.name, "variants", lambda name, given: [])
+    made = registry.ask(pair.name, "variants", lambda name, given: [])
     return list(made(function.__name__, arguments(pair, function, device, optional=True)))
 
 
@@ -130,7 +129,7 @@ def new_state(
         )
     fields = {name: value for name, value in options.items() if name in inspect.signature(pair.config).parameters}
     return getattr(side, pair.state.__name__)(
-        checkers.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
+        registry.small_config(pair, BUDGET, fields), batch=BATCH, query_heads=QUERY_HEADS,
         key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim or HEAD_DIM, dtype=dtype, device=device, **more,
     )
 
@@ -141,7 +140,7 @@ def attributes(state: Any) -> dict[str, Any]:
     Omits keys and values that are computed from compressed data: they are slow in the interpreter, and outputs depend
     on them.
     """
-    computed = {"key", "value"} if checkers.lossy(state) else set()
+    computed = {"key", "value"} if registry.lossy(state) else set()
     names = sorted(name for name in {*dir(state)} - computed if not name.startswith("_"))
     found = {name: getattr(state, name) for name in names if hasattr(state, name)}  # another's may lack some
     values = {name: value for name, value in found.items() if not inspect.ismethod(value) and not is_part(value)}

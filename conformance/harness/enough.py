@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from .. import capabilities
+from .. import capabilities, stats
 from ..cases import draws
-from ..judge import stats
 from ..judge.properties import CORE
+from ..refusals import NotProvided
 from . import verdict
-from .impl import NotProvided
 from .results import FACTS
 
 VACUOUS = (

@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from ..judge import stats
+from .. import stats
 from ..judge.properties import FAIR_PLAY
 from . import survival
 from .process_watch import Watch, root_of

@@ -19,9 +19,10 @@ FOLDER = Path(__file__).resolve().parents[1]
 def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins) -> dict[str, Any]:
     """The finding of a failed test, as plain values. judged: the property of the test; None if it has none."""
     # These import torch, which a run that only collects tests does not need.
+    from .. import stats
     from ..cases import case as cases
     from ..cases import failures
-    from ..judge import attribution, compare, stats, unchanged
+    from ..judge import attribution, compare, unchanged
     from ..judge.subjects import Subject
 
     error = _unwrapped(error)

@@ -26,37 +26,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from .. import capabilities, discovery
+from .. import capabilities, discovery, stats
 from ..capabilities import Capabilities
-from ..judge import stats
 from ..judge.lacking import absent, asked
+from ..refusals import ENVIRONMENT, EnvironmentLimit, NotProvided
 from . import naming, survival, wording
 from .fair_play import Guard
 from .manners import observed
 from .returned import as_tensor, check_attributes, normalise
 
-NOT_PROVIDED = "not provided: "
 MISSING: Any = object()
-_Skipped: Any = pytest.skip.Exception  # the class is public, its type is not
-
-
-class NotProvided(_Skipped):
-    """Raised if a test uses something that the implementation under test does not have."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(NOT_PROVIDED + what)
-
-
-class EnvironmentLimit(NotProvided):
-    """Raised in place of an error that Triton's interpreter makes, not the implementation under test."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.msg = ENVIRONMENT + what
-
-
-#: What begins the name of a refusal that is not the implementation's.
-ENVIRONMENT = "environment: "
 #: What the messages of Triton's interpreter say of operations that it lacks.
 LACKING = ("Unsupported data type", "not supported in interpreter mode", "is not implemented in interpreter")
 
@@ -203,6 +182,8 @@ class Facade:
 
 class Method:
     """A third-party module for one method. Configs and result types are always kvtwin's."""
+
+    of_others = True  #: what the judge asks, which knows no harness
 
     def __init__(
         self, name: str, module: Any, pair: discovery.Pair, supported: Capabilities, guard: Guard

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..judge import stats
+from .. import stats
 from . import wording
 
 #: Variables that libraries set at their first use.

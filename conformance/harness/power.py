@@ -18,7 +18,7 @@ from ..capabilities import DTYPES, FP8
 from .wording import counted
 
 if TYPE_CHECKING:
-    from ..judge.stats import JudgedCase
+    from ..stats import JudgedCase
 
 CONFIDENCE = 0.95
 #: What a property's verdict counts; cases, if it has none of it. Only a decisive decision can be found wrong.

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from .. import discovery
-from ..judge import stats
+from .. import discovery, stats
 from ..judge.properties import PROPERTIES
+from ..refusals import EnvironmentLimit, NotProvided
 from . import power
-from .impl import EnvironmentLimit, NotProvided
 
 KINDS = ("equivalence", "laws", "claims", "golden", "bad_input")
 OUTCOMES = ("passed", "failed", "error", "not provided", "environment", "skipped", "xfailed")
@@ -35,7 +34,7 @@ class Result:
     judges (judge/subjects.py), None if it judges no single one. judged_field: the only field of the results that it
     judges, None if it judges more. cases: how many it judged, None if it does not count them; judged: those of them
     that are described, by what tells them apart. elements, launches, lacking, shapes, drift, wrong: as in
-    judge/stats.py. finding: of a failed test, the property that is wrong, the subject, the field, the case and the
+    stats.py. finding: of a failed test, the property that is wrong, the subject, the field, the case and the
     command that replays it.
     """
 

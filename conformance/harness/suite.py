@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from .. import capabilities, discovery, interpreter
+from .. import capabilities, discovery, interpreter, stats
 from ..cases import draws, failures, turns
 from ..interpreter import stack
-from ..judge import stats
 from ..judge.fields import MissingField
 from ..own_methods import MethodError
+from ..refusals import EnvironmentLimit, NotProvided
 from . import environment, fair_play, findings, kernel_keys, naming, options, results, start, summary, survival, verdict
 from .enough import check_decided, dtypes_of, least_of
-from .impl import EnvironmentLimit, Facade, NotProvided, Twins, environment_limit, not_run
+from .impl import Facade, Twins, environment_limit, not_run
 from .order import put_in_order
 from .report import build_report, write_report
 from .results import FACTS

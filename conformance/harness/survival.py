@@ -32,7 +32,7 @@ SECONDS, SECONDS_IN_ALL, MOST_SECONDS = 120.0, 1200.0, 86_400.0  # by default, a
 MOST_ENDS, OF_A_LOOP, MOST_RESTARTS = 12, 6, 64
 ENDS, LOOPS = "ends.txt", "did not return"
 #: What seeks the smallest case, in a process of its own, and the seconds for what is not the call: to import it.
-SMALLEST, START = f"{__package__.removesuffix('.harness')}.judge.smallest", 60.0
+SMALLEST, START = f"{__package__}.smallest", 60.0
 ALL_RETURNED = 77  # its exit code if no call ended it
 
 
@@ -202,7 +202,7 @@ def _smallest(described: dict[str, Any] | None, subject: str | None, known: Path
 
 def _seek(subject: str, path: Path) -> None:
     """Let another process call the function with smaller cases than that in a file, until it ends: see
-    judge/smallest.py. The last line of the file is the case then."""
+    harness/smallest.py. The last line of the file is the case then."""
     from ..cases import failures
 
     first, limit = path.read_text(encoding="utf-8"), float(os.environ[LIMIT])

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..capabilities import FP8, Capabilities
 from ..judge.properties import CORE, OF_CALLS, PROPERTIES
-from ..judge.stats import JudgedCase
+from ..stats import JudgedCase
 from . import power, wording
 from .impl import ENVIRONMENT as OF_ENVIRONMENT
 from .results import Result

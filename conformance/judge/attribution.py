@@ -15,10 +15,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from .. import capabilities
+from .. import capabilities, stats
 from ..cases import failures
 from ..cases.case import Case
-from . import compare, stats
+from . import compare
 from .subjects import DISTINCTIONS, Subject, neutral
 from .unchanged import ChangedInput
 

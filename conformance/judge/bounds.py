@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ...reference.attention import per_query_head
-from .oracle import Attention, attend
+from ..cases.oracle import Attention, attend
 
 UNIT = 2.0**-24
 FLUSH = 2.0**-126

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import stats
+from .. import stats
 from .bounds import Interval
 from .choices import Verdict
 from .mismatch import fail, first

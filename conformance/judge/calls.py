@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import stats
 from ..cases import failures
 from ..cases.case import Case
-from . import stats
 from .compare import assert_same, fail
 from .subjects import Subject
 from .unchanged import unchanged

@@ -20,8 +20,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from .. import capabilities
-from . import stats
+from .. import capabilities, stats
 from .bounds import Interval
 from .mismatch import Fail, fail, fail_choice, fail_oracle, fail_tie, first, unravel
 from .ties import members_chosen, rank_in_class

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...reference._validate_scales import FP8
-from .. import capabilities
-from . import stats
+from .. import capabilities, stats
 from .mismatch import UNBOUNDED, first, unravel
 from .mismatch import Fail as Fail
 from .mismatch import JudgeError as JudgeError

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import stats
+from .. import stats
 from .bounds import Interval
 from .choices import Verdict, any_of_equals, check_partition, indices
 from .mismatch import Fail, fail, fail_choice, fail_oracle, first, is_counting, message_of

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Any, NoReturn
 
-from . import stats
+from .. import stats
 
 
 @dataclass

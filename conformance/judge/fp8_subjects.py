@@ -31,9 +31,9 @@ class Fp8Subject(Subject):
         return capabilities.current().fp8
 
     def result(self, module: Any, inputs: dict[str, Any]) -> Any:
-        from ..harness.impl import Method, NotProvided
+        from ..refusals import NotProvided
 
-        if not isinstance(module, Method):
+        if not getattr(module, "of_others", False):
             return super().result(module, inputs)
         lacking = NotProvided(f"{module}.{self.name} over FP8")
         if not inspect.signature(getattr(module, self.name)).parameters.keys() >= set(self.scales):
@@ -52,7 +52,7 @@ class Fp8Subject(Subject):
     def _refuses(self, module: Any, inputs: dict[str, Any]) -> bool:
         """True if it refuses these inputs in every FP8 type, but not in a type that is no FP8. Otherwise it refuses
         their sizes, or one FP8 type."""
-        from ..harness.impl import NotProvided
+        from ..refusals import NotProvided
 
         plain = getattr(torch, capabilities.current().dtypes[0])
         answered = []

@@ -1,8 +1,4 @@
-"""The same call in a fresh process: ``python -m kvtwin.conformance.judge.fresh [MODULE]``, which `Process` starts.
-
-It reads a line of JSON per call, a case and its subject, makes the inputs from the case's seed, calls the function of
-the implementation MODULE (default: kvtwin.optimized) and answers with a digest of each field of the result.
-"""
+"""The same call in a fresh process, which answers with a digest of each field of the result: harness/fresh.py."""
 
 from __future__ import annotations
 
@@ -16,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cases import saved
 from ..cases.case import Case
 
+#: What the process runs.
+MODULE = "kvtwin.conformance.harness.fresh"
 #: Odd factors of two sums of all elements, which wrap around: any order of addition gives the same bits.
 FACTORS = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)
 
@@ -49,7 +46,7 @@ class Process:
     def __init__(self, implementation: str | None) -> None:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *filter(None, [implementation])], env=environ, stdin=subprocess.PIPE,
+            [sys.executable, "-m", MODULE, *filter(None, [implementation])], env=environ, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True,
         )
 
@@ -71,28 +68,3 @@ class Process:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
-
-
-def main(implementation: str | None) -> None:
-    answers = os.fdopen(os.dup(1), "w")  # what the implementation prints goes elsewhere
-    os.dup2(2, 1)
-    from ..harness.impl import Twins
-    from . import checkers, subjects
-    from .calls import returned
-
-    checkers.every()
-    side, every = Twins(implementation).optimized, {str(one): one for one in subjects.every()}
-    for line in sys.stdin:
-        fields = json.loads(line)
-        subject = every[fields.pop("subject")]
-        try:
-            case = saved.from_description(fields)
-            found: dict[str, Any] = digests(returned(subject, subject.module(side), subject.inputs(case)))
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from torch import Tensor
 
+from .. import stats
 from ..cases import failures
-from . import stats
 
 #: Raises the error for wrong choices: `fail` for the side under test, `fail_oracle` for the oracle.
 Fail = Callable[..., NoReturn]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...reference import attention as eager
+from ..cases.oracle import attend
 from .bounds import (
     FLUSH,
     SLACK,
@@ -24,7 +25,6 @@ from .bounds import (
     output_error,
     weight_error,
 )
-from .oracle import attend
 
 
 def element_error(exact: Tensor, minimum: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import stats
 from ..cases import failures
 from ..cases.case import Case
 from ..cases.load import FILLS, Load, filled, scattered
 from ..cases.state_trace import StateTrace
-from . import fresh, stats
+from . import fresh
 from .calls import copies, fields_of, returned, set_contents
 from .compare import fail
 from .fresh import bits

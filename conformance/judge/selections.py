@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import stats
+from .. import stats
 from .bounds import Interval
 from .choices import Verdict, any_of_equals, clear_of
 from .mismatch import Fail, fail, fail_choice, fail_oracle, fail_tie, first

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from ...reference._validate_scales import FP8
-from .. import capabilities
+from .. import capabilities, stats
 from ..cases import draws, strategies, supported
 from ..cases.case import Case
 from ..cases.state_trace import StateTrace
-from . import checkers, pieces, stats
+from . import checkers, pieces
 from .subjects import StateSubject, Subject
 
 #: Query heads, KV heads and head_dim of Qwen3-8B and Llama-3.1-8B, GPT-OSS, Qwen3-0.6B to 1.7B, Qwen3-14B and Gemma-2B.
@@ -138,7 +138,7 @@ def _declared_size(batch: int, slots: int, longest: int | None) -> tuple[int, in
 def _drawn(strategies: Sequence[st.SearchStrategy[Any]], number: int) -> Any:
     """An example of the first of these strategies that has one. Raises NotProvided if none has, which depends on what
     the implementation declares. The example is not the simplest one, which Hypothesis draws first."""
-    from ..harness.impl import NotProvided
+    from ..refusals import NotProvided
 
     found: list[Any] = []
     refused = stats.Stats()

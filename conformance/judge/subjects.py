@@ -16,12 +16,12 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.errors import UnsatisfiedAssumption
 
-from .. import capabilities, discovery
+from .. import capabilities, discovery, stats
 from ..cases import draws, failures, strategies, supported
 from ..cases.case import Case
 from ..cases.layouts import LAYOUTS
 from ..cases.state_trace import StateTrace
-from . import checkers, compare, fields, host, lockstep, pieces, stats
+from . import checkers, compare, fields, host, lockstep, pieces
 from .fields import Apart
 from .unchanged import unchanged
 
@@ -316,7 +316,7 @@ def every() -> list[Subject]:
 def check_each(cases: Iterable[Any], check: Callable[[Any], Any]) -> int:
     """Check every case but those that the implementation refuses; refuse the example, or the test, if it refuses all.
     Returns how many were checked."""
-    from ..harness.impl import NotProvided
+    from ..refusals import NotProvided
 
     checked: int = 0
     refusal: BaseException | None = None

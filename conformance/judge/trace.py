@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .. import stats
 from ..cases import case as cases
-from . import fields, mismatch, stats
+from . import fields, mismatch
 from .fields import MissingField
 
 

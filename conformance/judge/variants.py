@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from .. import capabilities, discovery
+from .. import capabilities, discovery, stats
 from ..cases import strategies, supported
 from ..cases.layouts import MIXED
 from ..cases.state_trace import StateTrace
-from . import checkers, lockstep, stats, whole
+from . import checkers, lockstep, whole
 
 #: A trace unless a variant says otherwise: rows of different ages, three KV heads, more tokens than a small budget.
 BUSY: dict[str, Any] = {
@@ -137,7 +137,7 @@ def of(method: str) -> list[Variant]:
 
 def _lacking(what: str) -> Exception:
     """The error for what the implementation under test does not provide."""
-    from ..harness.impl import NotProvided
+    from ..refusals import NotProvided
 
     return NotProvided(what)
 

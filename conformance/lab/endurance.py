@@ -89,7 +89,8 @@ def decode(state: Any, seed: int, count: int, wrong: list[str] | None = None) ->
 def error_of_attention(state: Any, token: Sequence[Tensor], output: Tensor, before: Sequence[Tensor]) -> list[str]:
     """A message unless the output of a step is float64 attention to the new token and the tokens that the state held.
     """
-    from ..judge import bounds, oracle
+    from ..cases import oracle
+    from ..judge import bounds
     from ..judge.compare import assert_within
 
     query, key, value = token

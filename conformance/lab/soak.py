@@ -23,10 +23,9 @@ from typing import Any
 
 import pytest
 
-from .. import plugin
+from .. import plugin, stats
 from ..cases import draws
 from ..harness import options
-from ..judge import stats
 
 SEEDS = "KVTWIN_SOAK_SEEDS"  # passes the seeds to the processes of pytest-xdist: "FIRST:COUNT"
 RESULTS = "KVTWIN_SOAK_RESULTS"
@@ -125,7 +124,7 @@ def over_seeds(test: Callable[..., Any], arguments: dict[str, Any], seeds: Itera
     core: Any = importlib.import_module("hypothesis.core")
 
     from ..harness.enough import check_decided
-    from ..harness.impl import NotProvided
+    from ..refusals import NotProvided
 
     before = core.global_force_seed
     try:

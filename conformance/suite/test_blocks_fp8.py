@@ -16,9 +16,9 @@ from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.fp8_cases import FORMATS, LARGEST, Fp8AttendCase, exact, fp8_attend_cases
 from kvtwin.conformance.cases.fp8_errors import BAD_CALLS, BAD_ELEMENTS, changed
 from kvtwin.conformance.cases.strategies import DTYPES
-from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.refusals import NotProvided
 
 ATTENDS = [pair for pair in discovery.methods() if Fp8AttendCase in checkers.ask(pair.name, "CASES", ())]
 #: Without methods whose `attend` is that of an earlier one.

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtwin.conformance import capabilities, discovery
+from kvtwin.conformance import capabilities, discovery, stats
 from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.draws import is_quick
 from kvtwin.conformance.cases.tiny import attributes
-from kvtwin.conformance.harness.impl import NotProvided
-from kvtwin.conformance.judge import checkers, stats
+from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.refusals import NotProvided
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.cases.strategies import VANISHING, state_traces
 from kvtwin.conformance.judge import bounds, checkers, lockstep, variants
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import attend
 
 pytestmark = [pytest.mark.main, pytest.mark.first]
 

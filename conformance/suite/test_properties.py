@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases import supported
 from kvtwin.conformance.cases.draws import at_least
-from kvtwin.conformance.harness.impl import NotProvided
-from kvtwin.conformance.judge import calls, many, mismatch, repeats, sizes, stats, subjects
+from kvtwin.conformance.judge import calls, many, mismatch, repeats, sizes, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.subjects import Results, StateSubject, Subject, check_each
+from kvtwin.conformance.refusals import NotProvided
 
 pytestmark = [pytest.mark.main, pytest.mark.first]
 

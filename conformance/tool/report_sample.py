@@ -9,7 +9,7 @@ from kvtwin.conformance.harness import environment, verdict
 from kvtwin.conformance.harness.report import build_report
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import PROPERTIES
-from kvtwin.conformance.judge.stats import JudgedCase
+from kvtwin.conformance.stats import JudgedCase
 
 #: A text that sets the title of the page, if the page does not escape it.
 HOSTILE = "</script></title></svg><script>document.title='it ran'</script>" + (

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtwin.conformance.judge import format_oracle as oracle
+from kvtwin.conformance.cases import format_oracle as oracle
 from kvtwin.optimized._common.launch import INTERPRETED, fp8_format
 from kvtwin.optimized._common.numerics import divided, from_fp8, root, without_sign_of_zero
 from kvtwin.optimized.thinkv._formats_kernels import (

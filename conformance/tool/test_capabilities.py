@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from kvtwin.conformance import Capabilities, capabilities, discovery
+from kvtwin.conformance import Capabilities, capabilities, discovery, stats
 from kvtwin.conformance.cases.block_cases import attend_cases
 from kvtwin.conformance.cases.fp8_cases import fp8_cases
 from kvtwin.conformance.cases.in_pages import paged_decode_cases, paged_fp8_cases, paged_key_cases
@@ -20,7 +20,7 @@ from kvtwin.conformance.cases.paged_states import filled_pages
 from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces, window_cases
 from kvtwin.conformance.harness import impl
-from kvtwin.conformance.judge import checkers, stats, subjects
+from kvtwin.conformance.judge import checkers, subjects
 from kvtwin.conformance.judge.subjects import StateSubject
 
 

@@ -9,11 +9,11 @@ from hypothesis import core, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import discovery, stats
 from kvtwin.conformance.cases import draws, key_cases, strategies, thought_cases
 from kvtwin.conformance.cases.key_cases import UNDECIDED
 from kvtwin.conformance.harness.enough import check_decided
-from kvtwin.conformance.judge import stats, subjects
+from kvtwin.conformance.judge import subjects
 
 pytest_plugins = ["pytester"]
 

@@ -21,7 +21,7 @@ ROOT = Path(kvtwin.conformance.__path__[0]).parent
 RUNNERS = ("plugin", "harness.options", "harness.pytest_fixtures", "harness.suite")
 INDEPENDENT = ("judge", "cases", "interpreter")
 # The command line of replay gets the implementation under test from there.
-ALLOWED = {"kvtwin.conformance.judge.replay": {"kvtwin.conformance.harness.impl"}}
+ALLOWED = {"kvtwin.conformance.harness.replay": {"kvtwin.conformance.harness.impl"}}
 
 Graph = dict[str, set[str]]
 

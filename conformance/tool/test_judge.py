@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
-from kvtwin.conformance.judge import bounds, stats
+from kvtwin.conformance.cases.oracle import oracle
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.checkers.longflow import assert_decode_right, score_bound
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right, assert_score_right
@@ -18,7 +20,6 @@ from kvtwin.conformance.judge.compare import (
     assert_same,
     assert_within,
 )
-from kvtwin.conformance.judge.oracle import oracle
 from kvtwin.conformance.judge.ties import tie_classes, window_ties
 from kvtwin.conformance.tool.emulate import Machine
 from kvtwin.reference.baselines import snapkv

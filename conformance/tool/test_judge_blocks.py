@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import discovery, stats
 from kvtwin.conformance.cases.block_cases import sized
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.judge import checkers, lockstep, stats
+from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch
 from kvtwin.conformance.judge.compare_by_age import assert_kept_by_age_right

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.cases import contents
+from kvtwin.conformance.cases import contents, oracle
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
-from kvtwin.conformance.judge import bounds, oracle
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers import longflow as longflow_judge
 from kvtwin.conformance.judge.checkers import snapkv as snapkv_judge
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch, assert_within

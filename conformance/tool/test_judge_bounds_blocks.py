@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import discovery, stats
 from kvtwin.conformance.cases import contents
 from kvtwin.conformance.cases.block_cases import AttendCase, sized
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.judge import checkers, lockstep, stats
+from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.judge.checkers import blocks
 from kvtwin.conformance.judge.compare import Mismatch, assert_within

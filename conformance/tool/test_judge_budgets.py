@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.judge import budgets, lockstep, stats
+from kvtwin.conformance.judge import budgets, lockstep
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.reference.baselines import cake

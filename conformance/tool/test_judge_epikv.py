@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.checkers import epikv, epikv_hybrids
 from kvtwin.conformance.judge.checkers import epikv_scores as judge
 from kvtwin.conformance.judge.compare import Mismatch
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.reference import epikv as reference
 from kvtwin.reference.attention import attention_weights, logits
 from kvtwin.reference.epikv.hybrids import relative_entropy

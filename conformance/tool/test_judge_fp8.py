@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.conformance.cases import fp8_cases
+from kvtwin.conformance.cases import fp8_cases, oracle
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.fp8_cases import FORMATS, LARGEST, NORMAL, Fp8Case, exact
 from kvtwin.conformance.cases.saved import load
-from kvtwin.conformance.judge import bounds, oracle
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.compare import Mismatch, assert_within
 from kvtwin.conformance.judge.ties import tie_classes

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import discovery, stats
 from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.judge import checkers, host, lockstep, stats, subjects
+from kvtwin.conformance.judge import checkers, host, lockstep, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.reference import longflow
 

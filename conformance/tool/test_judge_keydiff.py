@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.cases.key_cases import ANCHORS, CONTENTS, COSINE_ONLY, FP8_CONTENTS, SIMILARITIES, KeyCase
+from kvtwin.conformance.cases.oracle import oracle, upcast_all
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import Mismatch, assert_within
-from kvtwin.conformance.judge.oracle import oracle, upcast_all
 from kvtwin.conformance.tool.emulate_keys import KeyMachine
 from kvtwin.reference import keydiff
 from kvtwin.reference._validate_scales import FP8

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.case import KINDS, Case
+from kvtwin.conformance.cases.oracle import upcast
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.judge import checkers, lockstep, stats
+from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import Mismatch
-from kvtwin.conformance.judge.oracle import upcast
 from kvtwin.reference import longflow
 from kvtwin.reference.longflow import LongFlowState
 

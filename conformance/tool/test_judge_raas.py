@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.judge import lockstep, stats
+from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import raas
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.mismatch import JudgeError

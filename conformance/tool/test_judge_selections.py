@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtwin.conformance.judge import stats
+from kvtwin.conformance import stats
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch
 from kvtwin.conformance.judge.mismatch import WrongTie, counting

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtwin.conformance import Capabilities, capabilities, discovery
+from kvtwin.conformance import Capabilities, capabilities, discovery, stats
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import DECIDED, state_traces
 from kvtwin.conformance.harness import results, verdict
-from kvtwin.conformance.judge import checkers, lockstep, stats
+from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.slot_order import InOrder
 

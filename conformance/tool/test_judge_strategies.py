@@ -14,15 +14,14 @@ import torch
 from hypothesis import HealthCheck, Phase, core, find, given, seed, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance import interpreter
+from kvtwin.conformance import interpreter, stats
 from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases import contents, draws, layouts, saved, strategies
 from kvtwin.conformance.cases.case import DecodeCase, WindowCase
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.judge import stats
+from kvtwin.conformance.harness.replay import main
 from kvtwin.conformance.judge.checkers.longflow import assert_slot_right, rank_interval
 from kvtwin.conformance.judge.compare import Mismatch
-from kvtwin.conformance.judge.replay import main
 from kvtwin.conformance.judge.ties import tie_classes
 from kvtwin.reference import longflow
 

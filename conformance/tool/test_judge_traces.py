@@ -7,9 +7,10 @@ import types
 import pytest
 import torch
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.case import Case, DecodeCase, WindowCase
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.judge import lockstep, mismatch, stats
+from kvtwin.conformance.judge import lockstep, mismatch
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.choices import assert_eviction_right, assert_kept_right
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch, assert_within

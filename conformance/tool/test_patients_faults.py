@@ -100,8 +100,9 @@ def test_a_second_stream_is_not_a_matter_of_the_cpu():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_three_bounds_are_beyond_the_bound(dtype):
+    from kvtwin.conformance.cases import oracle
     from kvtwin.conformance.cases.case import DecodeCase
-    from kvtwin.conformance.judge import bounds, oracle
+    from kvtwin.conformance.judge import bounds
     from kvtwin.reference import longflow
 
     given = inputs(dtype=dtype)

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import settings
 
-from kvtwin.conformance import discovery
+from kvtwin.conformance import discovery, stats
 from kvtwin.conformance.harness import impl, verdict
-from kvtwin.conformance.judge import stats
 
 pytest_plugins = ["pytester"]
 

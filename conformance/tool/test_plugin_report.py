@@ -19,7 +19,7 @@ EVERY_OUTCOME = """
 import pytest
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge import stats
-from kvtwin.conformance.harness.impl import NotProvided
+from kvtwin.conformance.refusals import NotProvided
 
 pytestmark = pytest.mark.method("longflow")
 

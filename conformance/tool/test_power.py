@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import beta, binom
 
-from kvtwin.conformance import Capabilities, capabilities
+from kvtwin.conformance import Capabilities, capabilities, stats
 from kvtwin.conformance.cases import draws, supported
 from kvtwin.conformance.cases.block_cases import PositionsCase
 from kvtwin.conformance.cases.case import Case, DecodeCase
@@ -21,9 +21,9 @@ from kvtwin.conformance.cases.fp8_cases import Fp8Case
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.harness import impl, power, verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
-from kvtwin.conformance.judge import calls, compare, stats, subjects
+from kvtwin.conformance.judge import calls, compare, subjects
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
-from kvtwin.conformance.judge.stats import JudgedCase
+from kvtwin.conformance.stats import JudgedCase
 from kvtwin.reference import longflow
 
 DTYPES = ("float32", "float16", "bfloat16")

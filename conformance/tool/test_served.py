@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance import capabilities, discovery
+from kvtwin.conformance import capabilities, discovery, stats
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.saved import load
-from kvtwin.conformance.harness.impl import NotProvided, Twins
-from kvtwin.conformance.judge import fields, fresh, many, pieces, repeats, served, stats, subjects
+from kvtwin.conformance.harness.impl import Twins
+from kvtwin.conformance.judge import fields, fresh, many, pieces, repeats, served, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.subjects import StateSubject
+from kvtwin.conformance.refusals import NotProvided
 from kvtwin.reference import longflow
 
 SIZED = [one for one in subjects.every() if one.sized and one.batched and not isinstance(one, StateSubject)]

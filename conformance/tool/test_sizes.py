@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance import Capabilities, capabilities
-from kvtwin.conformance.judge import sizes, stats, subjects
+from kvtwin.conformance import Capabilities, capabilities, stats
+from kvtwin.conformance.judge import sizes, subjects
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.tool.patients import longflow
 

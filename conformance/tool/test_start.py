@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from kvtwin.conformance import __main__ as command
-from kvtwin.conformance import cli, discovery
+from kvtwin.conformance import cli, discovery, stats
 from kvtwin.conformance.harness import impl, manners, naming, start
-from kvtwin.conformance.judge import stats
 
 pytest_plugins = ["pytester"]
 RIGHT = "from kvtwin.reference.longflow import LongFlowState, decode_attention\n"

@@ -7,12 +7,12 @@ import types
 import pytest
 import torch
 
-from kvtwin.conformance import Capabilities, capabilities, discovery
+from kvtwin.conformance import Capabilities, capabilities, discovery, stats
 from kvtwin.conformance.cases import saved
 from kvtwin.conformance.cases.state_trace import StateTrace
-from kvtwin.conformance.harness.impl import NotProvided
-from kvtwin.conformance.judge import checkers, lockstep, stats, subjects, variants
+from kvtwin.conformance.judge import checkers, lockstep, subjects, variants
 from kvtwin.conformance.judge.compare import Mismatch
+from kvtwin.conformance.refusals import NotProvided
 from kvtwin.conformance.tool.patients import longflow_states
 from kvtwin.reference import longflow
 

@@ -10,7 +10,7 @@ from kvtwin.conformance import Capabilities
 from kvtwin.conformance.harness import verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
-from kvtwin.conformance.judge.stats import JudgedCase
+from kvtwin.conformance.stats import JudgedCase
 from kvtwin.conformance.tool.patients import run
 
 

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvtwin.conformance import Capabilities, capabilities, discovery
+from kvtwin.conformance import Capabilities, capabilities, discovery, stats
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.harness import impl, verdict
-from kvtwin.conformance.judge import checkers, stats
+from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.tool.patients import run, thinkv
 from kvtwin.conformance.tool.patients.longflow_states import LongFlow
 

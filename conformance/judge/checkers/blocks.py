@@ -23,6 +23,7 @@ from ...cases.block_cases import LAYOUTS, AttendCase, attend_cases
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
 from ...cases.fp8_cases import Fp8AttendCase, fp8_attend_cases, fp8_variants
+from ...cases.oracle import Attention, attend, oracle, upcast_all
 from .. import bounds, lockstep
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..choices import Verdict
@@ -30,7 +31,6 @@ from ..compare import assert_dtype, assert_same, assert_within, fail
 from ..compare_by_age import assert_kept_by_age_right
 from ..fields import field
 from ..fp8_subjects import Fp8Subject
-from ..oracle import Attention, attend, oracle, upcast_all
 from ..subjects import EXTREME, Subject, aspects
 from ..ties import tie_classes
 

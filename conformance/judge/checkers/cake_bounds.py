@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from ....reference.baselines import cake
 from ....reference.baselines._cake import SMALLEST
+from ...cases.oracle import Attention, attend, upcast
 from ..bounds import DIVISION, FLUSH, LOG, SLACK, UNIT, Interval, arithmetic, log_weight_error
 from ..bounds import gamma as roundings
-from ..oracle import Attention, attend, upcast
 
 #: Of a logarithm in float64 (2 u), a quotient and a sum (u each), where u = 2^-53: once on the side under test, and
 #: once in the judge.

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ....reference.epikv.contract import EpiKVConfig
+from ... import stats
 from ...cases.case import DecodeCase
+from ...cases.oracle import Attention, attend
 from ...cases.thought_cases import SparsityCase
-from .. import stats
 from ..bounds import (
     DIVISION,
     FLUSH,
@@ -24,7 +25,6 @@ from ..bounds import (
     log_weight_error,
 )
 from ..compare import assert_same, fail
-from ..oracle import Attention, attend
 from . import blocks
 from .thinkv_thoughts import share_interval
 

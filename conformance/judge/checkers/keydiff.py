@@ -18,13 +18,13 @@ from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES
 from ...cases.in_pages import PAGED, PagedKeyCase, paged_fp8_key_cases, paged_key_cases, with_pages
 from ...cases.key_cases import ANCHORS, PROTECTIONS, SIMILARITIES, KeyCase, fp8_key_cases, key_cases
+from ...cases.oracle import oracle, upcast, upcast_all
 from .. import choices, recorded
 from ..bounds import SLACK, UNIT, Interval
 from ..choices import Verdict, undecided
 from ..compare import assert_dtype, assert_same, assert_within, gathered
 from ..fields import field
 from ..fp8_subjects import Fp8Subject
-from ..oracle import oracle, upcast, upcast_all
 from ..subjects import Subject, aspects
 from ..ties import tie_classes
 from ..variants import BLOCKS, ONE, variant

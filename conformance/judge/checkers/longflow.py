@@ -27,6 +27,7 @@ from ...cases.in_pages import (
     with_pages,
 )
 from ...cases.layouts import LAYOUTS
+from ...cases.oracle import Attention, oracle
 from ...cases.strategies import decode_cases, window_cases
 from .. import bounds, lockstep, recorded
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
@@ -34,7 +35,6 @@ from ..choices import Verdict, assert_eviction_right, undecided
 from ..compare import assert_dtype, assert_same, assert_within
 from ..fields import field
 from ..fp8_subjects import Fp8Subject
-from ..oracle import Attention, oracle
 from ..subjects import EXTREME, TIED, Subject, aspects
 from ..ties import tie_classes
 from ..variants import ONE, variant

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import stats
 from ...cases.group_cases import LAYOUTS, ORDINARY, TIED, Coded, GroupCase
-from .. import stats
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, gamma
 from ..choices import any_of_equals
 from ..compare import assert_dtype, assert_same, assert_within, fail

@@ -16,13 +16,13 @@ from ....reference.attention import per_query_head
 from ....reference.baselines.quest import page_scores, select_pages
 from ...cases import draws, page_cases, tiny
 from ...cases.case import DecodeCase
+from ...cases.oracle import upcast_all
 from ...cases.page_cases import KeyPagesCase, PageBoundsCase, RankedPagesCase
 from .. import bounds, lockstep
 from ..bounds import FLUSH, SLACK, TINY, UNITS, Interval, arithmetic, gamma
 from ..choices import Verdict, undecided
 from ..compare import assert_dtype, assert_same, assert_within
 from ..fields import field
-from ..oracle import upcast_all
 from ..selections import assert_selected_right
 from ..subjects import Subject, aspects
 from ..ties import lowest_equal, tie_classes

@@ -13,9 +13,9 @@ from torch import Tensor
 from ....reference import attention as eager
 from ....reference.baselines import r_kv
 from ...cases import draws
+from ...cases.oracle import Attention
 from .. import block_model
 from ..bounds import DIVISION, EXP, SLACK, UNIT, Interval, gamma
-from ..oracle import Attention
 from ..variants import BLOCKS, INTERVALS, ONE, variant
 from . import blocks
 from .blocks import Chunk, received_error

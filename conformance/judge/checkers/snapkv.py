@@ -17,13 +17,13 @@ from ....reference.baselines import snapkv
 from ...cases import draws
 from ...cases.block_cases import AttendCase
 from ...cases.case import Case, WindowCase
+from ...cases.oracle import Attention, upcast_all
 from ...cases.strategies import WINDOW_LAYOUTS, window_cases
 from .. import block_model, choices, recorded
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..choices import Verdict, undecided
 from ..compare import assert_dtype, assert_same, assert_within, gathered
 from ..fields import field
-from ..oracle import Attention, upcast_all
 from ..subjects import Subject, aspects
 from ..ties import tie_classes, window_ties
 from ..variants import BLOCKS, INTERVALS, ONE, variant

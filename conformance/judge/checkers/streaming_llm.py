@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference.attention import per_query_head
+from ... import stats
 from ...cases.block_cases import LAYOUTS, ORDERS, PositionsCase, positions_cases
 from ...cases.contents import OCCUPANCIES
-from .. import block_model, lockstep, recorded, stats
+from ...cases.oracle import Attention, attend
+from .. import block_model, lockstep, recorded
 from ..bounds import FLUSH, SLACK, TINY, UNIT, UNITS, gamma
 from ..compare import assert_dtype, assert_same
 from ..fields import field
-from ..oracle import Attention, attend
 from ..subjects import Subject, aspects
 from ..variants import BLOCKS, ONE, variant
 from . import blocks

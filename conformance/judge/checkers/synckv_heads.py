@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....reference import synckv
 from ....reference.synckv.heads import ITERATIONS
+from ... import stats
 from ...cases.synckv_cases import (
     EXTREME_WEIGHTS,
     HEAD_LAYOUTS,
@@ -30,7 +31,6 @@ from ...cases.synckv_cases import (
     similarity_cases,
     weights_cases,
 )
-from .. import stats
 from ..choices import any_of_equals
 from ..compare import assert_dtype, assert_within, fail
 from ..fields import Missing, field

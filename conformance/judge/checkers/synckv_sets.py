@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ....reference import synckv
 from ...cases.contents import OCCUPANCIES
+from ...cases.oracle import upcast_all
 from ...cases.synckv_cases import SetsCase, sets_cases
 from ..bounds import Arithmetic, Interval, arithmetic, log_weight_error
 from ..compare import fail
 from ..fields import Missing, field
-from ..oracle import upcast_all
 from ..selections import assert_selected_right
 from ..subjects import TIED, Subject, aspects
 from ..ties import tie_classes

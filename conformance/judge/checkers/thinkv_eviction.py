@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import stats
 from ...cases.thought_cases import LAYOUTS, SegmentCase, segment_cases
-from .. import stats
 from ..bounds import FLUSH, SLACK, UNIT, gamma
 from ..compare import fail
 from ..fields import field

@@ -16,6 +16,7 @@ from torch import Tensor
 from ....reference.thinkv import formats, unpack
 from ....reference.thinkv.formats import E4M3, MAGNITUDES, grouped
 from ....reference.thinkv.types import BITS
+from ... import stats
 from ...cases.format_cases import (
     EXTREME,
     FORMATS,
@@ -28,7 +29,6 @@ from ...cases.format_cases import (
     bytes_cases,
     formats_cases,
 )
-from .. import stats
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, gamma
 from ..choices import any_of_equals
 from ..compare import assert_dtype, assert_same, fail

@@ -17,13 +17,13 @@ from torch import Tensor
 from ....reference.attention import per_query_head
 from ....reference.thinkv.contract import ThinKVConfig
 from ....reference.thinkv.paging import PagedCache, in_order
+from ... import stats
+from ...cases.oracle import Attention, attend
 from ...cases.paged_cases import PagedCase, paged_cases
 from ...cases.thought_cases import LAYOUTS
-from .. import stats
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, gamma, output_error, weight_error
 from ..compare import Mismatch, assert_dtype, assert_same, assert_within, fail
 from ..fields import field
-from ..oracle import Attention, attend
 from ..subjects import Subject, aspects
 from .thinkv_thoughts import share_interval
 

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ....reference.thinkv import thoughts
+from ... import stats
 from ...cases.contents import OCCUPANCIES
+from ...cases.oracle import oracle
 from ...cases.thought_cases import SparsityCase, sparsity_cases
-from .. import recorded, stats
+from .. import recorded
 from ..bounds import FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import JudgeError, fail
 from ..fields import field
-from ..oracle import oracle
 from ..subjects import Subject, aspects
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from ....reference.baselines import tova
 from ...cases import block_cases, supported
 from ...cases.case import Case
+from ...cases.oracle import Attention
 from .. import block_model
 from ..bounds import DIVISION, EXP, FLUSH, LOG, SLACK, UNIT, Arithmetic, Interval, gamma
 from ..compare import assert_same
-from ..oracle import Attention
 from ..variants import BLOCKS, INTERVALS, ONE, variant
 from . import blocks, h2o
 from .blocks import SMALL as SMALL

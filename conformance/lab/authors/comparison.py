@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...judge import bounds, oracle
+from ...cases import oracle
+from ...judge import bounds
 
 
 @dataclass

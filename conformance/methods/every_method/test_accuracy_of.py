@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance import Capabilities, cli, discovery
+from kvtwin.conformance.cases import oracle
 from kvtwin.conformance.harness import fair_play
-from kvtwin.conformance.judge import bounds, oracle
+from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.methods.every_method.test_accuracy import Tiny
 from kvtwin.fixtures import accuracy_of

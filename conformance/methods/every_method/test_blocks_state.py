@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import draws
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.reference.blocks import BlockState
 
 BLOCKS = [pair for pair in discovery.methods() if issubclass(pair.state or object, BlockState)]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance import discovery
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.optimized._common import library_attention, prompt_attention
 from kvtwin.optimized._common.block_cache import ops
 from kvtwin.optimized._common.block_cache import state as block_state

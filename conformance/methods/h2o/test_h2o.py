@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import blocks
 from kvtwin.conformance.judge.compare import assert_within
-from kvtwin.conformance.judge.oracle import attend
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.cases.quantized_states import checked_step
 from kvtwin.conformance.judge.checkers import kivi as judge
 from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.suite.quantized_states import checked_step
 from kvtwin.optimized.baselines import kivi as ours
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.first]

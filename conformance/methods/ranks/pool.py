@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...judge import stats
+from ... import stats
 
 SECONDS = 300  # for an answer; on a GPU, a call may compile kernels
 

@@ -42,7 +42,7 @@ def answer(function: Any, group: Any, given: tuple[Any, ...]) -> tuple[Any, Exce
     """What a function returns or raises, and the decisions that it counted."""
     import pytest
 
-    from ...judge import stats
+    from ... import stats
 
     with stats.collect() as counted:
         try:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvtwin.conformance.capacity import MODELS, requests
-from kvtwin.conformance.judge import oracle
+from kvtwin.conformance.cases import oracle
 from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.judge.checkers.longflow import linear_score_error
 from kvtwin.reference.attention import attention_weights

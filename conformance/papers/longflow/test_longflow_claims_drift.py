@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.judge.bounds import arithmetic, output_error
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.conformance.papers.claim_geometry import on_sphere
 from kvtwin.conformance.papers.claim_math import (
     Vector,

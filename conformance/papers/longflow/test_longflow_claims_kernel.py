@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.draws import at_least
-from kvtwin.conformance.judge import stats
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.judge.bounds import arithmetic, output_error
 from kvtwin.conformance.judge.checkers.longflow import log_score_interval
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.conformance.papers.claim_math import (
     algorithm_one,
     attention,

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtwin.conformance.capacity import MODELS
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.judge.checkers.longflow import linear_score_error
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.conformance.papers.claim_math import (
     Counted,
     Vector,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge import format_oracle as oracle
+from kvtwin.conformance.cases import format_oracle as oracle
 from kvtwin.conformance.papers.thinkv.format_errors import (
     LARGEST,
     NORMAL,

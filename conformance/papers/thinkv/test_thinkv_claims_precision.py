@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtwin.conformance.cases import format_oracle as oracle
 from kvtwin.conformance.cases.format_cases import fill
-from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.conformance.papers.thinkv.format_errors import (
     CONTENTS,
     LARGEST,

@@ -14,9 +14,10 @@ from torch import Tensor
 from kvtwin.conformance.cases.fp8_cases import FORMATS, LARGEST
 from kvtwin.conformance.cases.in_pages import PagedKeyCase, with_pages
 from kvtwin.conformance.cases.key_cases import ANCHORS, FP8_CONTENTS, UNDECIDED, KeyCase, key_cases
-from kvtwin.conformance.harness.impl import Facade, NotProvided
+from kvtwin.conformance.harness.impl import Facade
 from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.refusals import NotProvided
 from kvtwin.reference import keydiff as eager
 from kvtwin.reference.contract import Pages
 

@@ -25,9 +25,9 @@ from kvtwin.conformance.cases.paged_states import (
 from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import state_traces
-from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.refusals import NotProvided
 from kvtwin.reference.contract import Pages
 
 # See test_keydiff.py.

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.format_oracle import float32
 from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.judge import reconstructed
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.conformance.judge.format_oracle import float32
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -1,12 +1,12 @@
 """KIVI under test against the golden trace: codes, scales, minima and outputs on a trained model's vectors. The checks
-are in cases/quantized_golden.py."""
+are in suite/quantized_golden.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvtwin.conformance.cases.quantized_golden import Golden
+from kvtwin.conformance.suite.quantized_golden import Golden
 from kvtwin.fixtures.record_kivi import RECORDER
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]

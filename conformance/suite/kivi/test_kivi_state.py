@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.cases.quantized_states import Kit, assert_same_codes
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import bounds, checkers, lockstep
 from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.suite.quantized_states import Kit, assert_same_codes
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import DECIDED, decode_cases, window_cases
 from kvtwin.conformance.judge import bounds, lockstep
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import attend
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.first]
 

@@ -16,9 +16,9 @@ from kvtwin.conformance.cases.fp8_errors import BAD_CALLS, BAD_ELEMENTS, changed
 from kvtwin.conformance.cases.paged_states import OWN_LAYOUTS, filled_pages
 from kvtwin.conformance.cases.paged_view import PagedLayout
 from kvtwin.conformance.cases.strategies import DTYPES
-from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.compare import assert_same
+from kvtwin.conformance.refusals import NotProvided
 from kvtwin.reference.contract import Pages
 
 SIDES = ("optimized", "reference")

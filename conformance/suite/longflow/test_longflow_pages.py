@@ -26,11 +26,11 @@ from kvtwin.conformance.cases.paged_states import (
 from kvtwin.conformance.cases.paged_view import LAYOUTS, PagedLayout, PagedView
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import decode_cases, state_traces
-from kvtwin.conformance.harness.impl import NotProvided
 from kvtwin.conformance.judge import bounds, lockstep
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.pages import judge_paged
+from kvtwin.conformance.refusals import NotProvided
 from kvtwin.reference.contract import Pages
 
 pytestmark = pytest.mark.first

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvtwin.conformance.cases.layouts import MIXED
+from kvtwin.conformance.cases.oracle import attend
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import bounds, lockstep
 from kvtwin.conformance.judge.compare import assert_within
-from kvtwin.conformance.judge.oracle import attend
 from kvtwin.reference.longflow import LongFlowConfig
 
 

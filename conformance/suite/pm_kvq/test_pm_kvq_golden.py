@@ -1,11 +1,11 @@
 """PM-KVQ under test against the golden trace: codes, scales, minima and outputs on a trained model's vectors. The
-checks are in cases/quantized_golden.py."""
+checks are in suite/quantized_golden.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtwin.conformance.cases.quantized_golden import Golden
+from kvtwin.conformance.suite.quantized_golden import Golden
 from kvtwin.fixtures.record_pm_kvq import RECORDER
 from kvtwin.reference.baselines.pm_kvq import PMKVQConfig
 

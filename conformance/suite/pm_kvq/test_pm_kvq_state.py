@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.conformance.cases.quantized_states import Kit, assert_same_codes, at
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.compare import Mismatch, assert_same
+from kvtwin.conformance.suite.quantized_states import Kit, assert_same_codes, at
 
 pytestmark = pytest.mark.kind("equivalence")
 

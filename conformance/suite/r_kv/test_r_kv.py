@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.draws import at_least
-from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.checkers import r_kv as checker
 from kvtwin.reference.baselines import r_kv
 

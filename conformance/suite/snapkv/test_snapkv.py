@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.case import WindowCase
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.strategies import DECIDED, VANISHING, window_cases
-from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.checkers import snapkv as judge
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.optimized.baselines import snapkv

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.case import WindowCase
 from kvtwin.conformance.cases.draws import at_least
+from kvtwin.conformance.cases.oracle import upcast_all
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.checkers import snapkv as judge
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.conformance.judge.oracle import upcast_all
 from kvtwin.reference.baselines import snapkv
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.first]

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtwin.conformance import stats
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.cases.thought_cases import DECIDED, UNDECIDED, SegmentCase, fill, segment_cases
-from kvtwin.conformance.judge import stats
 from kvtwin.conformance.judge.checkers import thinkv_eviction as judge
 from kvtwin.conformance.judge.compare import assert_same
 

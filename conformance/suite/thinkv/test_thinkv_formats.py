@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from kvtwin.conformance.cases import format_oracle as oracle
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.format_cases import DTYPES, FORMATS, FormatCase, format_cases
-from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.conformance.judge.compare import fail
 from kvtwin.reference.thinkv.types import Quantized
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtwin.conformance.cases import format_oracle as oracle
 from kvtwin.conformance.cases.format_cases import FORMATS, fill
 from kvtwin.conformance.cases.layouts import lay_out
-from kvtwin.conformance.judge import format_oracle as oracle
 
 pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("side", ("reference", "optimized"))]
 every_format = pytest.mark.parametrize("fmt", FORMATS)

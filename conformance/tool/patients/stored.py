@@ -46,7 +46,7 @@ FOUND = [
     Row(borrowing.second_copy, "calls kvtwin.reference.mine.decode_attention"),
     Row(borrowing.from_garbage, "looks for other objects (gc.get_objects)"),
     Row(borrowing.in_a_thread, f"calls {REFERENCE}"),
-    Row(borrowing.from_the_judge, "calls kvtwin.conformance.judge.oracle.oracle"),
+    Row(borrowing.from_the_judge, "calls kvtwin.conformance.cases.oracle.oracle"),
     Row(borrowing.H2OState, "H2OState is kvtwin.reference.blocks.BlockState.__init__", tests=STATE, name="H2OState"),
     Row(borrowing.compress, "calls kvtwin.reference.baselines.snapkv.compress", name="compress"),
     Row(replacing.TorchAllclose, "replaces torch.allclose"),

@@ -17,10 +17,10 @@ from ..cases import saved
 from ..cases.state_trace import StateTrace
 from ..command_line import Parser, words
 from ..discovery import OPTIMIZED
+from ..judge import calls, checkers, lockstep, subjects
+from ..judge.fields import MissingField
+from ..judge.subjects import Subject
 from ..progress import bar, say
-from . import calls, checkers, lockstep, subjects
-from .fields import MissingField
-from .subjects import Subject
 
 PROG = "kvtwin replay"
 
@@ -124,8 +124,8 @@ def _twins(name: str, parser: argparse.ArgumentParser, file: str | None) -> Any:
     names it, None if the command line does."""
     import pytest
 
-    from ..harness import naming
-    from ..harness.impl import Twins
+    from . import naming
+    from .impl import Twins
 
     if name != OPTIMIZED and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as "python -m" does: the implementation may be a module of this folder
@@ -139,7 +139,7 @@ def _twins(name: str, parser: argparse.ArgumentParser, file: str | None) -> Any:
 
 def _replay(case: cases.Case, label: str | None, twins: Any) -> int:
     """Judge a case and print the results. label: of the function or state. Returns how many are wrong."""
-    from ..harness.impl import NotProvided
+    from ..refusals import NotProvided
 
     failures = 0
     subject = next((one for one in subjects.every() if str(one) == label), None)

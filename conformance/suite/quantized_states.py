@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..cases.case import DecodeCase
+from ..cases.oracle import attend
 from ..judge import bounds, checkers, reconstructed
 from ..judge.compare import assert_same, assert_within
-from ..judge.oracle import attend
-from .case import DecodeCase
 
 CODES = ("codes_of_keys", "codes_of_values")
 

@@ -1,4 +1,4 @@
-"""The smallest case in which a call does not return: ``python -m kvtwin.conformance.judge.smallest SUBJECT FILE``.
+"""The smallest case in which a call does not return: ``python -m kvtwin.conformance.harness.smallest SUBJECT FILE``.
 
 FILE holds a case, as JSON, whose call ended a process. This process makes the call with simpler and larger cases in
 turn, up to this one, and adds each to the file before its call. So the last one in the file is that of the call that
@@ -29,8 +29,8 @@ SOME = tuple(2**number + 1 for number in range(20))
 
 def simpler(subject: Any, case: Case) -> Iterator[Case]:
     """Ordinary cases, and cases like this one, the smallest first; this one at the end."""
-    from .attribution import SIZES, resized
-    from .subjects import neutral
+    from ..judge.attribution import SIZES, resized
+    from ..judge.subjects import neutral
 
     names = {one.name for one in dataclasses.fields(case)}
     for base in (neutral(subject, case), case):
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interpreter.turn_on()
     interpreter.prepare()
     sys.path.insert(0, os.getcwd())
-    from ..harness.impl import Twins
-    from . import subjects
+    from ..judge import subjects
+    from .impl import Twins
 
     subject = next(one for one in subjects.every() if str(one) == options.subject)
     twins = Twins(options.impl)
