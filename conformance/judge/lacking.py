@@ -11,7 +11,7 @@ from .fields import Missing, MissingField
 
 #: Where the suite is, but for the implementations with which it tests itself.
 SUITE = Path(__file__).resolve().parents[1]
-PATIENTS = SUITE / "tool" / "patients"
+PATIENTS = SUITE / "lab" / "patients"
 #: What every state has: without them there is nothing to compare.
 METHODS = ("prefill", "step")
 NEEDED = ("occupied", "positions", "tokens_seen", *METHODS)

@@ -262,7 +262,7 @@ def call_on_ranks(pair: Pair, dtype: torch.dtype, head_dims: Sequence[int]) -> N
         return
     from ..cases import tiny
     from ..judge import checkers
-    from ..methods.ranks.pool import one_rank
+    from .pool import one_rank
 
     device = torch.device("cpu")
     with one_rank(device) as group:

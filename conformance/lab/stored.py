@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..progress import bar, say
-from ..tool.patients import stored
-from ..tool.patients.run import FOREIGN
-from ..tool.patients.stored import Row
+from .patients import stored
+from .patients.run import FOREIGN
+from .patients.stored import Row
 
-HERE = Path(__file__).parents[1] / "tool" / "patients"
+HERE = Path(__file__).parent / "patients"
 #: What the implementations are made of.
 PARTS = ("__init__.py", "longflow.py", "longflow_states.py", "exploits", "right/__init__.py", "right/loops.py")
 #: What ends the process of a call, by name: in place of the first line of a function that is right.
@@ -98,14 +98,14 @@ SURVIVING = "(test_numbers_are_within or test_large_tensors) and decode_attentio
 
 def _facade(row: Row) -> str:
     own = isinstance(row.exploit, type) and not row.name.endswith("State")
-    module = row.exploit.__module__.replace("kvtwin.conformance.tool.patients", ".own")
+    module = row.exploit.__module__.replace("kvtwin.conformance.lab.patients", ".own")
     return FACADE.format(
         module=module, name=row.exploit.__name__, method=row.method, function=row.name, call="()" if own else "",
     )
 
 
 def _theirs(text: str) -> str:
-    return text.replace("kvtwin.conformance.tool.patients", "theirs.own")
+    return text.replace("kvtwin.conformance.lab.patients", "theirs.own")
 
 
 def write(order: Order, folder: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 @pytest.fixture(scope="module")
 def pools(device: torch.device) -> Iterator[Any]:
     """``pools(ranks)``: that many processes with a process group, of one pool, which is started when it is needed."""
-    from kvtwin.conformance.methods.ranks.pool import Part, Pool, most_ranks
+    from kvtwin.conformance.lab.pool import Part, Pool, most_ranks
 
     running: list[Pool] = []
 

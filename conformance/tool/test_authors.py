@@ -18,7 +18,7 @@ from kvtwin.conformance.lab.authors.checkout import Checkout, Project
 from kvtwin.conformance.lab.authors.comparison import Comparison, Count, Kept, Outputs, held
 from kvtwin.conformance.lab.authors.inputs import state, tokens
 from kvtwin.conformance.lab.authors.projects import everyone
-from kvtwin.conformance.tool.docs_source import docs_module
+from kvtwin.conformance.lab.docs_source import docs_module
 from kvtwin.reference.baselines.h2o import H2OConfig, H2OState
 
 COMMIT, OTHER = "a" * 40, "b" * 40

@@ -13,7 +13,7 @@ from kvtwin.conformance import cli, discovery
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge.checkers import longflow as judge
 from kvtwin.conformance.judge.compare import Mismatch
-from kvtwin.conformance.tool.docs_source import DOCS, ROOT, docs_module
+from kvtwin.conformance.lab.docs_source import DOCS, ROOT, docs_module
 
 if not (DOCS / "generate" / "__init__.py").is_file():
     pytest.skip("docs/ is not in the wheel", allow_module_level=True)

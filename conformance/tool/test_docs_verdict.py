@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtwin.conformance.judge.properties import PROPERTIES
-from kvtwin.conformance.tool.docs_source import DOCS
+from kvtwin.conformance.lab.docs_source import DOCS
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(not DOCS.is_dir(), reason="docs/ is not in the wheel: its verdicts are there")

@@ -19,13 +19,13 @@ from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases import failures, saved
 from kvtwin.conformance.harness import power, verdict_table
 from kvtwin.conformance.judge import attribution, bounds, compare, subjects
-from kvtwin.conformance.tool.patients.run import verdict_of
+from kvtwin.conformance.lab.patients.run import verdict_of
 from kvtwin.reference import longflow as reference
 
 MODULE = """
 from kvtwin.conformance import Capabilities
-from kvtwin.conformance.tool.patients.longflow import Decode
-from kvtwin.conformance.tool.patients.longflow_states import IgnoresReorder as LongFlowState
+from kvtwin.conformance.lab.patients.longflow import Decode
+from kvtwin.conformance.lab.patients.longflow_states import IgnoresReorder as LongFlowState
 
 CAPABILITIES = Capabilities(validates_arguments=False, protected=False, groups=(2,))
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvtwin.conformance import discovery, ledger
-from kvtwin.conformance.tool.docs_source import DOCS, docs_module
+from kvtwin.conformance.lab.docs_source import DOCS, docs_module
 
 VERSION = """version = "arXiv 1"
 code = "https://host/name, commit 0123"

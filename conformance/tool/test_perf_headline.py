@@ -15,7 +15,7 @@ from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.harness.page import details
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_within
-from kvtwin.conformance.tool.docs_source import docs_module
+from kvtwin.conformance.lab.docs_source import docs_module
 from kvtwin.conformance.tool.perf_source import PERF, perf_module
 
 pytestmark = pytest.mark.first

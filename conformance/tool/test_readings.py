@@ -10,8 +10,8 @@ import pytest
 
 from kvtwin.conformance import discovery, readings
 from kvtwin.conformance.judge import checkers
+from kvtwin.conformance.lab.docs_source import docs_module
 from kvtwin.conformance.ledger import LedgerError
-from kvtwin.conformance.tool.docs_source import docs_module
 
 ONE = """
 [[reading]]

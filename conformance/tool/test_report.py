@@ -18,7 +18,7 @@ from kvtwin.conformance.harness import results, verdict
 from kvtwin.conformance.harness.page import page, plots
 from kvtwin.conformance.judge.mismatch import UNBOUNDED
 from kvtwin.conformance.judge.properties import ALL, EXPECTED, PAGES, PROPERTIES
-from kvtwin.conformance.tool.docs_source import DOCS
+from kvtwin.conformance.lab.docs_source import DOCS
 from kvtwin.conformance.tool.report_sample import HOSTILE, LONG, failed, other, passed, sample
 
 Validator = jsonschema.Draft202012Validator

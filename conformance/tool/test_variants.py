@@ -12,8 +12,8 @@ from kvtwin.conformance.cases import saved
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep, subjects, variants
 from kvtwin.conformance.judge.compare import Mismatch
+from kvtwin.conformance.lab.patients import longflow_states
 from kvtwin.conformance.refusals import NotProvided
-from kvtwin.conformance.tool.patients import longflow_states
 from kvtwin.reference import longflow
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from kvtwin.conformance import Capabilities
 from kvtwin.conformance.harness import verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
+from kvtwin.conformance.lab.patients import run
 from kvtwin.conformance.stats import JudgedCase
-from kvtwin.conformance.tool.patients import run
 
 
 def result(judges: str | None, outcome: str = "passed", **changes: Any) -> Result:

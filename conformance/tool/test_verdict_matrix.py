@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtwin.conformance.lab.docs_source import docs_module
 from kvtwin.conformance.lab.mutation import mutants as lists
 from kvtwin.conformance.lab.mutation import mutate, verdict_copies, verdict_matrix, verdict_results
 from kvtwin.conformance.lab.mutation.mutants import Mutant, MutantError
@@ -29,7 +30,6 @@ from kvtwin.conformance.lab.mutation.verdict_results import (
     Row,
 )
 from kvtwin.conformance.lab.mutation.verdict_server import FOUND, Order, ServerError, taken
-from kvtwin.conformance.tool.docs_source import docs_module
 
 MUTANTS = lists.load()
 NAMES = verdict_copies.names()
@@ -40,7 +40,7 @@ CODE = '''
 import os
 
 from kvtwin.conformance import Capabilities
-from kvtwin.conformance.tool.patients.longflow import Decode
+from kvtwin.conformance.lab.patients.longflow import Decode
 
 from . import unused
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.tool.patients import longflow, longflow_pages
-from kvtwin.conformance.tool.patients.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.patients import longflow, longflow_pages
+from kvtwin.conformance.lab.patients.run import not_right, shown, verdict_of, wrong
 from kvtwin.reference import keydiff
 
 pytestmark = pytest.mark.slow

@@ -20,8 +20,8 @@ from kvtwin.conformance import Capabilities, capabilities, discovery, stats
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.harness import impl, verdict
 from kvtwin.conformance.judge import checkers
-from kvtwin.conformance.tool.patients import run, thinkv
-from kvtwin.conformance.tool.patients.longflow_states import LongFlow
+from kvtwin.conformance.lab.patients import run, thinkv
+from kvtwin.conformance.lab.patients.longflow_states import LongFlow
 
 TESTS = "laws or keeps_step or (LongFlowState and (numbers_are or choices or free_slots))"
 CORE = ("accuracy", "decisions", "free_slots", "repeatability", "state")
@@ -131,7 +131,7 @@ def test_what_a_class_refuses_is_counted(tmp_path, monkeypatch):
 def test_limits_of_the_interpreter_are_not_wrong_and_hide_nothing(tmp_path):
     """Real kernels with two limits in one test, one of them in all bfloat16 cases: the other dtypes are judged, and
     bfloat16 is left to a GPU."""
-    name = "kvtwin.conformance.tool.patients.uninterpreted"
+    name = "kvtwin.conformance.lab.patients.uninterpreted"
     ran = subprocess.run([
         sys.executable, "-m", "kvtwin.conformance", "longflow", "--impl", name, "--device=cpu", "--jobs=1",
         "--hypothesis-profile=default", "--report=report.json",

@@ -10,7 +10,7 @@ import pytest
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.harness import results, verdict, verdict_table
-from kvtwin.conformance.tool.patients import appending, longflow_states, run, thinkv
+from kvtwin.conformance.lab.patients import appending, longflow_states, run, thinkv
 
 pytestmark = [pytest.mark.slow, pytest.mark.first]
 

@@ -81,4 +81,7 @@ from ...registry import (
     with_budget,
 )
 
-__all__ = ["ask", "every", "extras", "held_bytes", "lossy", "measured", "module", "of", "pair", "required", "small", "small_config", "state_name", "with_budget"]
+__all__ = [
+    "ask", "every", "extras", "held_bytes", "lossy", "measured", "module", "of", "pair", "required", "small",
+    "small_config", "state_name", "with_budget",
+]

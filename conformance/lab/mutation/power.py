@@ -1,6 +1,6 @@
 """``python -m kvtwin.conformance.lab.mutation.power``: detection of planted faults, and false alarms.
 
-Each fault of tool/patients/faults.py and each right implementation of tool/patients/right is judged with each seed, as
+Each fault of lab/patients/faults.py and each right implementation of lab/patients/right is judged with each seed, as
 ``kvtwin verify METHOD --impl MODULE --seed N`` judges it, less shrinking. The verdict on a fault ends with the first
 failure. Each line of the results is one verdict; verdicts that are in the file are not made again, so a run can be
 stopped at any time and resumed. --store writes the counts to power.json, from which the documentation has its tables.
@@ -24,14 +24,14 @@ from typing import Any
 
 from ...harness import environment
 from ...progress import bar, say
-from ...tool.patients import right
+from ..patients import right
 from .verdict_server import Order, Server, taken
 
 STORED = Path(__file__).with_name("power.json")
 DEFAULT_RESULTS = Path("kvtwin-power.jsonl")
 SCHEMA = 1
 RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
-PATIENTS = "kvtwin.conformance.tool.patients"
+PATIENTS = "kvtwin.conformance.lab.patients"
 FAULTS, RIGHT = "faults", "right"
 #: How many processes share a GPU's memory, for cases/turns.py.
 SHARED = "PYTEST_XDIST_WORKER_COUNT"
@@ -40,7 +40,7 @@ SHARED = "PYTEST_XDIST_WORKER_COUNT"
 def rows() -> dict[str, dict[str, tuple[str, str, str]]]:
     """The method and the module of each fault, and of each right implementation, by name ("keydiff loops"), and the
     property under which a fault is likely to be found."""
-    from ...tool.patients.faults import FAULTS as planted  # imports torch
+    from ..patients.faults import FAULTS as planted  # imports torch
 
     return {
         FAULTS: {name: (fault.method, f"{PATIENTS}.planted", fault.shows) for name, fault in planted.items()},
@@ -53,7 +53,7 @@ def rows() -> dict[str, dict[str, tuple[str, str, str]]]:
 
 def orders(kinds: Sequence[str], only: Sequence[str] | None, seeds: Iterable[int], device: str) -> list[Order]:
     """The verdicts that are asked for, seed by seed. Raises ValueError for an unknown name in `only`."""
-    from ...tool.patients import planting
+    from ..patients import planting
 
     chosen = {kind: found for kind, found in rows().items() if kind in kinds}
     names = [name for found in chosen.values() for name in found]

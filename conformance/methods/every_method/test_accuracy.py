@@ -17,7 +17,7 @@ import torch
 from kvtwin.conformance import discovery
 from kvtwin.conformance.harness.page import details
 from kvtwin.conformance.judge import checkers
-from kvtwin.conformance.tool.docs_source import docs_module
+from kvtwin.conformance.lab.docs_source import docs_module
 from kvtwin.fixtures import accuracy, accuracy_plot, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan
 from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, shares_of, way

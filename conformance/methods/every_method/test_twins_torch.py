@@ -30,7 +30,7 @@ from kvtwin.conformance.cases.tiny import (
 )
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
-from kvtwin.conformance.methods.ranks.pool import one_rank
+from kvtwin.conformance.lab.pool import one_rank
 from kvtwin.optimized._common.block_cache.state import BlockState
 from kvtwin.optimized._common.launch import INTERPRETED
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ... import stats
+from .. import stats
 
 SECONDS = 300  # for an answer; on a GPU, a call may compile kernels
 
@@ -32,7 +32,7 @@ class Pool:
         address = str(Path(self._folder.name) / "parent")
         self._listener = Listener(address, "AF_UNIX")
         meet = f"file://{Path(self._folder.name) / 'meet'}"
-        command = [sys.executable, "-m", "kvtwin.conformance.methods.ranks.worker", address, meet, str(size), device]
+        command = [sys.executable, "-m", "kvtwin.conformance.lab.worker", address, meet, str(size), device]
         # gloo would otherwise look for a network interface by the host's name, which need not resolve.
         environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self._processes = [subprocess.Popen([*command, str(rank)], env=environ) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""``python -m kvtwin.conformance.methods.ranks.worker``: a rank of a pool.
+"""``python -m kvtwin.conformance.lab.worker``: a rank of a pool.
 
 It runs what its parent sends until that is gone.
 """
@@ -11,7 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Client
 from typing import Any
 
-from ... import interpreter
+from .. import interpreter
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ def answer(function: Any, group: Any, given: tuple[Any, ...]) -> tuple[Any, Exce
     """What a function returns or raises, and the decisions that it counted."""
     import pytest
 
-    from ... import stats
+    from .. import stats
 
     with stats.collect() as counted:
         try:
