@@ -20,7 +20,7 @@ from kvtwin.conformance.judge.checkers.epikv import assert_inside
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.reference.epikv.contract import DIFFERENCES, SPREADS, EpiKVConfig
 
-pytestmark = pytest.mark.kind("equivalence")
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.main]
 
 few = settings(max_examples=max(at_least(4), settings().max_examples // 4))
 KINDS = ("ordinary", "constant", "nearly constant", "ramp", "spike", "zeros", "large", "tiny")

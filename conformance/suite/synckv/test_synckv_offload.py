@@ -47,7 +47,7 @@ from kvtwin.optimized.synckv._transfers import side_streams
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig
 from kvtwin.reference.synckv import SyncKVState as Reference
 
-pytestmark = pytest.mark.kind("equivalence")
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.main]
 
 #: Steps that are launched directly (0), or graphs of so many steps.
 FORMS = pytest.mark.parametrize("form", (0, 1, 4) if torch.cuda.is_available() else (0, 1))

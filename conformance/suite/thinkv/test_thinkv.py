@@ -23,7 +23,7 @@ from kvtwin.reference import thinkv as reference
 from kvtwin.reference.thinkv.contract import ThinKVConfig
 from kvtwin.reference.thinkv.types import Thought
 
-pytestmark = pytest.mark.kind("equivalence")
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.main]
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 few = settings(max_examples=max(2, settings().max_examples // 8))

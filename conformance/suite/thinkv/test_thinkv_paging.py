@@ -28,7 +28,7 @@ from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.reference.thinkv.paging import in_order
 from kvtwin.reference.thinkv.types import BlockEntry
 
-pytestmark = pytest.mark.first
+pytestmark = [pytest.mark.first, pytest.mark.main]
 
 D = 16  # of `empty`
 sides = pytest.mark.parametrize("side", ("reference", "optimized"))

@@ -15,7 +15,7 @@ from kvtwin.conformance.cases.layouts import MIXED
 from kvtwin.conformance.cases.thought_cases import SparsityCase, sparsity_cases
 from kvtwin.conformance.judge.checkers import thinkv_thoughts as judge
 
-pytestmark = pytest.mark.kind("equivalence")
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.main]
 
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 some = settings(max_examples=max(at_least(4), settings().max_examples // 3))
