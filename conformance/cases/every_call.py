@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference._validate_scales import FP8
 from ...reference.contract import Pages
+from ...reference.contract.scales import FP8
 from ..discovery import Pair
 from ..judge import checkers
 from . import tiny

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ...reference._validate_scales import FP8
+from ...reference.contract.scales import FP8
 from .. import capabilities
 from . import stats
 from .mismatch import UNBOUNDED, first, unravel

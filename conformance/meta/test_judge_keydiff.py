@@ -18,7 +18,7 @@ from kvtwin.conformance.judge.compare import Mismatch, assert_within
 from kvtwin.conformance.judge.emulate_keys import KeyMachine
 from kvtwin.conformance.judge.oracle import oracle, upcast_all
 from kvtwin.reference import keydiff
-from kvtwin.reference._validate_scales import FP8
+from kvtwin.reference.contract.scales import FP8
 
 
 @pytest.fixture(autouse=True)

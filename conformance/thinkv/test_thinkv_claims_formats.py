@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvtwin.conformance.judge import format_oracle as oracle
 from kvtwin.conformance.thinkv.format_errors import LARGEST, NORMAL, drawn, just_past_halves, quantized, relative, ulps
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import Quantized
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import Quantized
 
 # ---- TK-2: E4M3 ------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import BITS
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import BITS
 
 GB, GIB = 10**9, 2**30
 SCALE_BITS = Fraction(8, 16)                                                           # of E4M3, per element

@@ -25,8 +25,8 @@ from kvtwin.conformance.judge.checkers.thinkv_paging import (
     widened,
 )
 from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.reference.contract.thinkv.types import BlockEntry
 from kvtwin.reference.thinkv.paging import in_order
-from kvtwin.reference.thinkv.types import BlockEntry
 
 D = 16  # of `empty`
 sides = pytest.mark.parametrize("side", ("reference", "optimized"))

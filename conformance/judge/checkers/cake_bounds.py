@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ....reference.baselines import cake
-from ....reference.baselines._cake import SMALLEST
+from ....reference.baselines.cake_prompt import SMALLEST
 from ..bounds import DIVISION, FLUSH, LOG, SLACK, UNIT, Interval, arithmetic, log_weight_error
 from ..bounds import gamma as roundings
 from ..oracle import Attention, attend, upcast

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....reference.epikv.contract import EpiKVConfig
+from ....reference.contract.epikv.config import EpiKVConfig
 from ...cases.case import DecodeCase
 from ...cases.thought_cases import SparsityCase
 from .. import stats

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ._validate import check_integer, check_scale
+from .arguments import check_integer, check_scale
 
 
 class Sizes(NamedTuple):
