@@ -184,6 +184,8 @@ def optimized_may_import(module: str, name: str | None) -> bool:
     references = [one for one in (REFERENCE, *dict(OTHERS)) if reaches(module, name, one)]
     if not references:
         return True
+    if any(part.startswith("_") for part in f"{module}.{name}".split(".")):
+        return False
     if SHARED.fullmatch(module) or SHARED.fullmatch(f"{module}.{name}"):
         return True
     return name is not None and is_in(module, references[0]) and name.endswith(("Config", "Result"))

@@ -14,7 +14,7 @@ from kvtwin.conformance.cases.case import WindowCase
 from kvtwin.conformance.judge.checkers.cake import assert_observe_right, observe_inputs
 from kvtwin.conformance.judge.checkers.cake_bounds import ROUNDING, observed
 from kvtwin.conformance.judge.compare import assert_within
-from kvtwin.reference.baselines import _cake as rules
+from kvtwin.reference.baselines import cake_prompt as rules
 
 pytestmark = pytest.mark.kind("equivalence")
 
