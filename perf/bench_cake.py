@@ -18,8 +18,8 @@ from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.checkers import cake_bounds
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.optimized.baselines.cake import CAKEState, ObserveResult, observe
-from kvtwin.reference.baselines._cake import step_score
 from kvtwin.reference.baselines.cake import CAKEConfig
+from kvtwin.reference.baselines.cake_prompt import step_score
 
 from .peers import decode_peers
 

@@ -23,7 +23,7 @@ from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.optimized import synckv
 from kvtwin.optimized.synckv import _offload
 from kvtwin.optimized.synckv._transfers import StreamTransfers, Transfers
-from kvtwin.reference.synckv.contract import SyncKVConfig
+from kvtwin.reference.contract.synckv.types import SyncKVConfig
 
 from .device import Device
 from .peers import decode_peers

@@ -20,8 +20,8 @@ from kvtwin.conformance.judge.checkers import thinkv_paging as judge
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.optimized import thinkv
 from kvtwin.optimized.thinkv.eviction import segment_representatives
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import Thought
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import Thought
 
 from .peers import decode_peers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._validate_scales import FP8
+from .contract.scales import FP8
 
 
 def dequantized(codes: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._validate_ranks import ProcessGroup, gathered
+from .contract.ranks import ProcessGroup, gathered
 
 
 class Heads:

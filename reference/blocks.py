@@ -8,7 +8,6 @@ keeps every token until it has more than `capacity`. At its peak a KV head has c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,9 +15,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ._fp8 import dequantized
-from ._validate import check_config, check_integer, resolve_scale
-from ._validate_attention import check_attention, check_slot_mask
-from ._validate_scales import FP8, check_scales
 from .attention import (
     INF,
     accumulate_dtype,
@@ -29,54 +25,15 @@ from .attention import (
     sum_in_order,
     weighted_values,
 )
-from .contract import MethodConfig, Sizes
+from .contract import Sizes
+from .contract.arguments import check_config, resolve_scale
+from .contract.attention import check_attention, check_slot_mask
+from .contract.blocks import BlockConfig as BlockConfig
+from .contract.blocks import IntervalConfig as IntervalConfig
+from .contract.results import AttendResult as AttendResult
+from .contract.scales import FP8, check_scales
 from .selection import kept_after, order
 from .state import State
-
-
-class AttendResult(NamedTuple):
-    """Attention of a block of queries and the attention that each key received.
-
-    output [B, Hq, Q, D] in query's dtype. received [B, Hkv, S] float32 (float64 for float64 inputs), 0 where
-    unoccupied: the attention weights of each key, aggregated over the queries as the method defines.
-    """
-
-    output: Tensor
-    received: Tensor
-
-
-@dataclass(frozen=True)
-class BlockConfig(MethodConfig):
-    """budget: the largest number of tokens that a KV head of a row keeps. block_size: the largest number of tokens that
-    arrive between two evictions."""
-
-    block_size: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("block_size", self.block_size, minimum=1)
-
-    @property
-    def capacity(self) -> int:
-        """The largest number of tokens that a KV head of a row holds between calls; with more, it evicts down to the
-        budget. Equal to the budget unless the method evicts less often."""
-        return self.budget
-
-
-class IntervalConfig(BlockConfig):
-    """Base class of configs with a field `interval`: a KV head of a row evicts down to its budget when it has at least
-    budget + interval tokens; with 1, whenever it has more than the budget."""
-
-    interval: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer("interval", self.interval, minimum=1)
-
-    @property
-    def capacity(self) -> int:
-        """The largest number of tokens that a KV head holds between calls: budget + interval - 1."""
-        return self.budget + self.interval - 1
 
 
 class Chunk(NamedTuple):

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ._fp8 import dequantized
 from ._pages import read_slots, write_slots
-from ._validate import FLOATING, capturing, check_choice, check_dtype, check_flag, check_integer, check_tensor
-from ._validate_attention import check_key_value, check_slot_mask
-from ._validate_pages import check_own_pages, check_paged_keys
-from ._validate_scales import FP8
 from .attention import INF, accumulate_dtype, per_kv_head, zero_unoccupied
 from .blocks import BlockConfig, BlockState, Chunk
 from .contract import Pages, Sizes
+from .contract.arguments import FLOATING, capturing, check_choice, check_dtype, check_flag, check_integer, check_tensor
+from .contract.attention import check_key_value, check_slot_mask
+from .contract.pages import check_own_pages, check_paged_keys
+from .contract.scales import FP8
 from .selection import gather_tokens, kept_tokens, order
 
 __all__ = [

@@ -15,19 +15,6 @@ from torch import Tensor
 from ._fp8 import dequantized
 from ._pages import read_slots, write_slots
 from ._ranks import of_all_ranks
-from ._validate import (
-    check_all_finite,
-    check_config,
-    check_flag,
-    check_integer,
-    check_next_slot,
-    check_tensor,
-    resolve_scale,
-)
-from ._validate_attention import check_attention, check_slot_mask
-from ._validate_pages import check_own_pages, check_paged
-from ._validate_ranks import ProcessGroup, Shared, check_process_group, digest
-from ._validate_scales import FP8, check_scales
 from .attention import (
     INF,
     accumulate_dtype,
@@ -41,8 +28,23 @@ from .attention import (
     weighted_values,
     zero_unoccupied,
 )
-from .baselines.snapkv import CompressResult, check_kernel_size, compress_prompt
 from .contract import MethodConfig, Pages
+from .contract.arguments import (
+    check_all_finite,
+    check_config,
+    check_flag,
+    check_integer,
+    check_kernel_size,
+    check_next_slot,
+    check_tensor,
+    resolve_scale,
+)
+from .contract.attention import check_attention, check_slot_mask
+from .contract.pages import check_own_pages, check_paged
+from .contract.ranks import ProcessGroup, Shared, check_process_group, digest
+from .contract.results import CompressResult
+from .contract.scales import FP8, check_scales
+from .prompt_compression import compress_prompt
 from .selection import gather_tokens, order, victims
 from .state import State
 

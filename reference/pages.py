@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._validate import check_flag, resolve_scale
-from ._validate_attention import check_slot_mask
-from ._validate_pages import check_paged
-from ._validate_scales import FP8, check_scales
 from .contract import Pages as Pages
+from .contract.arguments import check_flag, resolve_scale
+from .contract.attention import check_slot_mask
+from .contract.pages import check_paged
+from .contract.scales import FP8, check_scales
 
 
 def check_paged_attention(

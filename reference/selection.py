@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._validate import check_integer, check_tensor
-from ._validate_scales import FP8
+from .contract.arguments import check_integer, check_tensor
+from .contract.scales import FP8
 
 
 def victims(score: Tensor, count: int) -> Tensor:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ._interrupted import Interruptible
-from ._validate import check_dtype, check_no_grad, check_reorder, resolve_device, resolve_scale
-from ._validate_attention import check_prompt, check_step, state_sizes
+from .contract.arguments import check_dtype, check_no_grad, check_reorder, resolve_device, resolve_scale
+from .contract.attention import check_prompt, check_step, state_sizes
+from .contract.interruption import Interruptible
 
 
 class State(Interruptible):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...reference._validate_scales import FP8
+from ...reference.contract.scales import FP8
 
 #: Contents of query, key and value. Failing examples shrink to the first.
 CONTENTS = (

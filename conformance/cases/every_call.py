@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference._validate_scales import FP8
 from ...reference.contract import Pages
 from .. import registry
+from ...reference.contract.scales import FP8
 from ..discovery import Pair
 from . import tiny
 from .paged_view import PagedLayout

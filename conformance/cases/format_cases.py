@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...reference import thinkv
-from ...reference.thinkv.types import Quantized
+from ...reference.contract.thinkv.types import Quantized
 from .. import capabilities
 from . import draws, supported
 from .case import Case

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...reference.baselines import kivi, pm_kvq
-from ...reference.baselines._validate_kivi import WORD, words_of
-from ...reference.baselines._validate_pmkvq import groups_of, scale_dtype
+from ...reference.contract.kivi import WORD, words_of
+from ...reference.contract.pm_kvq import groups_of, scale_dtype
 from . import draws, supported
 from .case import Case
 from .strategies import DTYPES, PLAIN_DTYPES, _counts, _layouts, contents_of, default_device

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...reference._validate_scales import FP8
+from ...reference.contract.scales import FP8
 from . import contents, draws, supported
 from .case import Case
 from .layouts import REPEATED

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...reference import attention as eager
-from ...reference._validate import resolve_scale
+from ...reference.contract.arguments import resolve_scale
 
 T = TypeVar("T")
 

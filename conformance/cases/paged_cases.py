@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...reference.thinkv.contract import ThinKVConfig
-from ...reference.thinkv.types import BITS, LETTERS
+from ...reference.contract.thinkv.config import ThinKVConfig
+from ...reference.contract.thinkv.types import BITS, LETTERS
 from . import contents, draws, strategies, supported
 from .case import Case
 

@@ -43,7 +43,7 @@ PARTS = {
 } | {"judge": os.path.join(FOLDER, "judge") + os.sep}
 HARNESS = os.path.join(FOLDER, "harness") + os.sep
 #: Parts of the reference that everybody may use: types, checks of arguments, results.
-FOR_ALL = ("contract.py", "types.py", "pages.py", "_interrupted.py")
+FOR_ALL = (PARTS["reference"] + "contract" + os.sep, PARTS["reference"] + "pages.py")
 CLOSELY, SELDOM = 8, 16
 #: What decides about a test instead of an answer, and the packages of other errors that do.
 OUTCOMES: Any = (pytest.skip.Exception, pytest.fail.Exception, pytest.exit.Exception, pytest.xfail.Exception)
@@ -204,8 +204,7 @@ def part_of(file: str, known: dict[str, str | None] = {}) -> str | None:  # noqa
     """The part of kvtwin that a file belongs to, if an implementation must not use it, or if its use is noted."""
     if file not in known:
         found = next((part for part, folder in PARTS.items() if file.startswith(folder)), None)
-        name = os.path.basename(file)
-        known[file] = None if name in FOR_ALL or name.startswith("_validate") else found
+        known[file] = None if file.startswith(FOR_ALL) else found
     return known[file]
 
 

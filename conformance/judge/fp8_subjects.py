@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis.errors import UnsatisfiedAssumption
 
-from ...reference._validate_scales import FP8
+from ...reference.contract.scales import FP8
 from .. import capabilities
 from .subjects import Subject
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...reference.contract.thinkv.config import ThinKVConfig
+from ...reference.contract.thinkv.types import Thought
 from ...reference.thinkv import dequantize, quantize
-from ...reference.thinkv.contract import ThinKVConfig
-from ...reference.thinkv.types import Thought
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import re
 import sys
 import types
@@ -138,6 +139,18 @@ def test_work_that_is_left_on_another_stream_is_found():
 ])
 def test_whose_a_file_is(file, root, below):
     assert process_watch.is_below(file, root) == below
+
+
+@pytest.mark.parametrize(("file", "part"), [
+    ("reference/contract/__init__.py", None), ("reference/contract/arguments.py", None), ("reference/pages.py", None),
+    ("reference/contract/thinkv/types.py", None), ("reference/longflow.py", "reference"),
+    ("reference/prompt_compression.py", "reference"), ("reference/thinkv/paging.py", "reference"),
+    ("optimized/_common/pages.py", "optimized"), ("judge/pages.py", "judge"),
+])
+def test_which_parts_of_kvtwin_everybody_may_use(file, part):
+    folder, _, rest = file.partition("/")
+    assert fair_play.part_of(fair_play.PARTS[folder] + rest.replace("/", os.sep)) == part
+    assert Path(fair_play.PARTS[folder], rest).is_file()
 
 
 @pytest.mark.parametrize(("module", "root"), [

@@ -17,7 +17,7 @@ from kvtwin.conformance.judge import budgets, lockstep
 from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.reference.baselines import cake
-from kvtwin.reference.baselines._cake import divide
+from kvtwin.reference.baselines.cake_prompt import divide
 
 INF = torch.inf
 

@@ -18,7 +18,7 @@ from kvtwin.conformance.judge.checkers import keydiff as judge
 from kvtwin.conformance.judge.compare import Mismatch, assert_within
 from kvtwin.conformance.tool.emulate_keys import KeyMachine
 from kvtwin.reference import keydiff
-from kvtwin.reference._validate_scales import FP8
+from kvtwin.reference.contract.scales import FP8
 
 
 @pytest.fixture(autouse=True)

@@ -63,6 +63,9 @@ def test_a_configuration_is_outside(old, why):
     ("h2o", "optimized/_common/x.py", ("suite/vatp/test_vatp.py::a",), "vatp"),
     ("longflow", "optimized/baselines/snapkv.py", ("suite/longflow/test_longflow.py::a",), "snapkv"),
     ("pm_kvq", "optimized/baselines/kivi_ops.py", ("a.py::a[pm_kvq]",), "pm_kvq"),
+    ("longflow", "reference/contract/thinkv/types.py", ("a.py::a[longflow]",), "thinkv"),
+    ("h2o", "reference/contract/pm_kvq.py", ("a.py::a[h2o]",), "pm_kvq"),
+    ("longflow", "reference/contract/arguments.py", ("a.py::a[longflow]",), "longflow"),
 ])
 def test_the_method_of_a_mutant(listed, file, killers, method):
     assert verdict_copies.method_of(Mutant("m", listed, file, (), "", killers, ""), NAMES) == method

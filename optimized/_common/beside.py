@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ...reference._validate import capturing
+from ...reference.contract.arguments import capturing
 
 #: One stream per device.
 _streams: dict[torch.device, torch.cuda.Stream] = {}

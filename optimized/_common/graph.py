@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...reference._validate import capturing
+from ...reference.contract.arguments import capturing
 from .launch import on_device_of
 
 Append = Callable[..., Tensor]

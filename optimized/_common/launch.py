@@ -10,9 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import check_dtype
-from ...reference._validate_scales import FP8
 from ...reference.contract import Sizes
+from ...reference.contract.arguments import check_dtype
+from ...reference.contract.scales import FP8
 
 #: True if Triton runs these kernels on the CPU in its interpreter (TRITON_INTERPRET=1 before triton is imported).
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)

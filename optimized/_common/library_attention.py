@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ...reference._validate import readable
+from ...reference.contract.arguments import readable
 from .prompt_attention import causal_attention
 
 #: With fewer tokens, all kernels take about as long as a launch.

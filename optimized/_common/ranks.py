@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference._validate_ranks import ProcessGroup
+from ...reference.contract.ranks import ProcessGroup
 
 
 class Ranks:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference._interrupted import Interruptible
-from ...reference._validate import capturing, check_dtype, resolve_device, resolve_scale
-from ...reference._validate_attention import check_prompt, check_step, state_sizes
+from ...reference.contract.arguments import capturing, check_dtype, resolve_device, resolve_scale
+from ...reference.contract.attention import check_prompt, check_step, state_sizes
+from ...reference.contract.interruption import Interruptible
 from .launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from .library_attention import attend_prompt
 

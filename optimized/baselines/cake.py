@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_config, check_integer, check_reorder
-from ...reference.baselines._cake import ObserveResult
-from ...reference.baselines._cascade import CAKEConfig, Cascade
-from ...reference.baselines._validate_cake import check_shared_cascade
+from ...reference.baselines.cake import ObserveResult
+from ...reference.contract.arguments import check_config, check_integer, check_reorder
+from ...reference.contract.cake import check_shared_cascade
+from ...reference.contract.cascade import CAKEConfig, Cascade
 from .._common.launch import (
     INTERPRETED,
     SMALL_TILES,

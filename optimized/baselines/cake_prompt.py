@@ -7,10 +7,10 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...reference._validate import resolve_scale
-from ...reference.baselines._cake import ObserveResult
-from ...reference.baselines._validate_cake import check_budgets, check_log_preference, check_observe
+from ...reference.baselines.cake import ObserveResult
 from ...reference.contract import Sizes
+from ...reference.contract.arguments import resolve_scale
+from ...reference.contract.cake import check_budgets, check_log_preference, check_observe
 from .._common.launch import (
     INTERPRETED,
     MAX_SPLITS,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...reference._validate import resolve_scale
 from ...reference.baselines.h2o import H2OConfig
-from ...reference.blocks import AttendResult
+from ...reference.contract.arguments import resolve_scale
+from ...reference.contract.results import AttendResult
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.state import Block, BlockState, check_block
 

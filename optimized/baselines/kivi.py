@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_config, check_reorder, check_room
-from ...reference.baselines._validate_kivi import WORD, check_dequantize, check_head_dim, check_quantize, words_of
 from ...reference.baselines.kivi import KIVIConfig, QuantizeResult
+from ...reference.contract.arguments import check_config, check_reorder, check_room
+from ...reference.contract.kivi import WORD, check_dequantize, check_head_dim, check_quantize, words_of
 from .._common.launch import check_launchable, key_block, split_slots
 from .._common.state import State
 from .kivi_kernels import SEEN

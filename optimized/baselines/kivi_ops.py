@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference.baselines._validate_kivi import WORD, words_of
+from ...reference.contract.kivi import WORD, words_of
 from .._common.launch import (
     INTERPRETED,
     MAX_SPLITS,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_config, check_reorder, check_room
-from ...reference.baselines._validate_pmkvq import (
+from ...reference.baselines.pm_kvq import PMKVQConfig, QuantizeResult, ShrinkResult
+from ...reference.contract.arguments import check_config, check_reorder, check_room
+from ...reference.contract.pm_kvq import (
     WIDTHS,
     check_dequantize,
     check_head_dim,
@@ -19,7 +20,6 @@ from ...reference.baselines._validate_pmkvq import (
     groups_of,
     scale_dtype,
 )
-from ...reference.baselines.pm_kvq import PMKVQConfig, QuantizeResult, ShrinkResult
 from .._common.launch import (
     INTERPRETED,
     SMALL_TILES,

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_config, check_reorder, check_room
-from ...reference.baselines._validate_quest import check_page_bounds, check_page_scores, check_select_pages
 from ...reference.baselines.quest import PageBoundsResult, QuestConfig
+from ...reference.contract.arguments import check_config, check_reorder, check_room
+from ...reference.contract.quest import check_page_bounds, check_page_scores, check_select_pages
 from .._common.launch import (
     INTERPRETED,
     MAX_GROUP,

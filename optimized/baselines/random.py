@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_positions
 from ...reference.baselines.random import RandomConfig
+from ...reference.contract.arguments import check_positions
 from .._common.block_cache.state import Block, BlockState
 
 __all__ = ["RandomConfig", "RandomState", "score"]

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_pairs, check_positions
 from ...reference.baselines.streaming_llm import StreamingLLMConfig
+from ...reference.contract.arguments import check_pairs, check_positions
 from .._common.block_cache.rotate import rotate
 from .._common.block_cache.state import Block, BlockState, newest, oldest
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import resolve_scale
 from ...reference.baselines.tova import TOVAConfig
-from ...reference.blocks import AttendResult
+from ...reference.contract.arguments import resolve_scale
+from ...reference.contract.results import AttendResult
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.newest_query import received_of_newest, update_by_newest
 from .._common.block_cache.over_heads import over_heads

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.baselines.vatp import VATPConfig
-from ...reference.blocks import AttendResult
+from ...reference.contract.results import AttendResult
 from .._common.block_cache.state import Block, BlockState
 from .h2o import accumulate, attend
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference.epikv.contract import EpiKVConfig
-from ...reference.thinkv.types import Thought
+from ...reference.contract.epikv.config import EpiKVConfig
+from ...reference.contract.thinkv.types import Thought
 from . import _entropy_kernel as entropy_kernel
 from . import _hybrid_kernels as kernels
 

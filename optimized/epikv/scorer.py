@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...reference._validate import (
+from ...reference.contract.arguments import (
     capturing,
     check_dtype,
     check_next_slot,
     check_reorder,
     resolve_device,
 )
-from ...reference.epikv._validate import check_prompt_fits, check_scorer
-from ...reference.epikv._validate_scorer import ScorerInputs
-from ...reference.epikv.contract import EpiKVConfig
+from ...reference.contract.epikv.arguments import check_prompt_fits, check_scorer
+from ...reference.contract.epikv.config import EpiKVConfig
+from ...reference.contract.epikv.scorer import ScorerInputs
 from .._common.launch import DTYPES, check_kernel_device
 from .._common.state import Buffers, Changeable, Seen
 from . import _admit_kernel as admit_kernel

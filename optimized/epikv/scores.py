@@ -7,11 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_choice, check_integer
-from ...reference.epikv._validate import check_hidden_pair, check_lag, check_selection, check_series, check_vectors
-from ...reference.epikv.contract import DIFFERENCES
-from .._common import prompt_selection
+from ...reference.contract.arguments import check_choice, check_integer
+from ...reference.contract.epikv.arguments import (
+    check_hidden_pair,
+    check_lag,
+    check_selection,
+    check_series,
+    check_vectors,
+)
+from ...reference.contract.epikv.config import DIFFERENCES
 from .._common.launch import check_launchable
+from .._common.prompts import prompt_selection
 from . import _score_kernels as kernels
 
 

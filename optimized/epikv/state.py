@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_config, check_reorder
-from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
-from ...reference.epikv._validate import HiddenInputs, check_ranks, check_scores
-from ...reference.epikv.contract import EpiKVConfig
-from .._common import prompt_selection
+from ...reference.contract.arguments import check_config, check_reorder
+from ...reference.contract.epikv.arguments import HiddenInputs, check_ranks, check_scores
+from ...reference.contract.epikv.config import EpiKVConfig
+from ...reference.contract.ranks import ProcessGroup, Shared, check_process_group, digest
 from .._common.block_cache import kernels
 from .._common.launch import check_launchable
+from .._common.prompts import prompt_selection
 from .._common.state import State
 from . import _attend_kernels
 from .scorer import EpiKVScorer

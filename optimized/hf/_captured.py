@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...reference._validate import capturing
+from ...reference.contract.arguments import capturing
 from ...reference.hf.cache_adapter import StateCache
 from .._common import graph
 from .._common.state import Changeable

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...reference.contract.synckv.types import HeadClusters
 from ...reference.hf.cache_adapter_synckv import SyncCache, layer_similarities
-from ...reference.synckv.contract import HeadClusters
 from ..synckv.heads import cluster_heads, head_similarity
 from ..synckv.sets import log_weights
 from ..synckv.state import SyncKVState

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_flag
-from ...reference._validate_attention import check_slot_mask
-from ...reference._validate_pages import check_paged_keys
-from ...reference._validate_scales import FP8
 from ...reference.contract import Pages, Sizes
+from ...reference.contract.arguments import check_flag
+from ...reference.contract.attention import check_slot_mask
+from ...reference.contract.pages import check_paged_keys
+from ...reference.contract.scales import FP8
 from ...reference.keydiff import PagedEvictResult
 from .._common.launch import check_kernel_sizes, check_launchable, fp8_codes
 from .._common.pages import by_head, read_slots

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import FLOATING, capturing, check_choice, check_dtype, check_integer, check_tensor
-from ...reference._validate_attention import check_key_value, check_slot_mask
-from ...reference._validate_scales import FP8
 from ...reference.contract import Sizes
+from ...reference.contract.arguments import FLOATING, capturing, check_choice, check_dtype, check_integer, check_tensor
+from ...reference.contract.attention import check_key_value, check_slot_mask
+from ...reference.contract.scales import FP8
 from ...reference.keydiff import EvictResult
 from .._common.launch import check_kernel_sizes, check_launchable, fp8_codes
 from .._common.radix_selection import select

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...reference._validate_pages import check_own_pages
 from ...reference.contract import Pages
+from ...reference.contract.pages import check_own_pages
 from ...reference.keydiff import KeyDiffConfig
 from .._common.block_cache.state import Block, BlockState
 from .._common.pages import by_head, read_slots, write_slots

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...reference._validate import check_all_finite, check_flag, check_integer, check_tensor, resolve_scale
-from ...reference._validate_attention import check_attention, check_slot_mask
-from ...reference._validate_pages import check_paged
-from ...reference._validate_ranks import ProcessGroup
-from ...reference._validate_scales import FP8, check_scales
 from ...reference.contract import Pages
+from ...reference.contract.arguments import check_all_finite, check_flag, check_integer, check_tensor, resolve_scale
+from ...reference.contract.attention import check_attention, check_slot_mask
+from ...reference.contract.pages import check_paged
+from ...reference.contract.ranks import ProcessGroup
+from ...reference.contract.scales import FP8, check_scales
 from ...reference.longflow import CompressResult, DecodeResult
 from .._common.launch import check_kernel_sizes, check_launchable, fp8_codes
 from .._common.pages import by_head, read_slots
-from ..baselines.snapkv import choose, gather_tokens
+from .._common.prompts.compression import choose, gather_tokens
 from . import _ops
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import check_all_finite, check_config, check_next_slot, check_reorder
-from ...reference._validate_pages import check_own_pages
-from ...reference._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.contract import Pages
+from ...reference.contract.arguments import check_all_finite, check_config, check_next_slot, check_reorder
+from ...reference.contract.pages import check_own_pages
+from ...reference.contract.ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.longflow import LongFlowConfig
-from .._common import prompt_selection
 from .._common.pages import by_head, read_slots, write_slots
+from .._common.prompts import prompt_selection
+from .._common.prompts.compression import gather_tokens
 from .._common.ranks import Ranks, ranks_of
 from .._common.state import State
-from ..baselines.snapkv import gather_tokens
 from . import _ops
 
 

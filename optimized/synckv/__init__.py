@@ -1,6 +1,6 @@
 """SyncKV on the GPU. Semantics: `kvtwin.reference.synckv`."""
 
-from ...reference.synckv.contract import HeadClusters, SyncKVConfig, SyncKVSetsResult
+from ...reference.contract.synckv.types import HeadClusters, SyncKVConfig, SyncKVSetsResult
 from .heads import cluster_heads, head_similarity, overlap
 from .sets import anticipate, initial_sets, split_budget
 from .state import SyncKVState

@@ -16,8 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import capturing
 from ...reference.contract import Sizes
+from ...reference.contract.arguments import capturing
 from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
 from ._offload_kernels import append_kernel, assign_kernel, fetch_kernel, store_kernel
 from ._transfers import transfers_for

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference._validate_ranks import ProcessGroup, gathered
-from ...reference.synckv.contract import HeadClusters
+from ...reference.contract.ranks import ProcessGroup, gathered
+from ...reference.contract.synckv.types import HeadClusters
 from .._common.ranks import Ranks
 
 

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...reference._validate import capturing
+from ...reference.contract.arguments import capturing
 
 
 class Transfers:

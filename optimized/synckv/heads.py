@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...reference.synckv._validate import check_heads_attention, check_sets, check_similarity
-from ...reference.synckv.contract import HeadClusters
+from ...reference.contract.synckv.arguments import check_heads_attention, check_sets, check_similarity
+from ...reference.contract.synckv.types import HeadClusters
 from .._common.launch import SMALL_TILES, check_launchable, on_device_of
 from .._common.operation import operation
 from ._select import select

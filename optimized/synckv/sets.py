@@ -9,10 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import resolve_scale
 from ...reference.contract import Sizes
-from ...reference.synckv._validate import check_anticipation, check_budget, check_initial
-from ...reference.synckv.contract import SyncKVSetsResult
+from ...reference.contract.arguments import resolve_scale
+from ...reference.contract.synckv.arguments import check_anticipation, check_budget, check_initial
+from ...reference.contract.synckv.types import SyncKVSetsResult
 from .._common.launch import (
     check_kernel_sizes,
     check_launchable,

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._validate import capturing, check_config, check_reorder, check_room
-from ...reference._validate_ranks import (
+from ...reference.contract.arguments import capturing, check_config, check_reorder, check_room
+from ...reference.contract.ranks import (
     ProcessGroup,
     Shared,
     check_heads,
@@ -20,9 +20,9 @@ from ...reference._validate_ranks import (
     digest,
     heads_of_ranks,
 )
-from ...reference.synckv._validate import resolve_clusters
-from ...reference.synckv.contract import HeadClusters, SyncKVConfig
-from .._common import prompt_selection
+from ...reference.contract.synckv.arguments import resolve_clusters
+from ...reference.contract.synckv.types import HeadClusters, SyncKVConfig
+from .._common.prompts import prompt_selection
 from .._common.state import State
 from . import _step
 from ._attend_kernels import SEEN

@@ -1,7 +1,7 @@
 """ThinKV on the GPU. Semantics: `kvtwin.reference.thinkv`."""
 
-from ...reference.thinkv.contract import ThinKVConfig
-from ...reference.thinkv.types import AnnealResult, Quantized, RepresentativesResult, Thought, Thresholds
+from ...reference.contract.thinkv.config import ThinKVConfig
+from ...reference.contract.thinkv.types import AnnealResult, Quantized, RepresentativesResult, Thought, Thresholds
 from .eviction import anneal, segment_representatives, select_representatives
 from .formats import dequantize, pack, quantize, unpack
 from .paging import PagedAttentionResult, PagedCache, decode_attention

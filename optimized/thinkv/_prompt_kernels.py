@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...reference.thinkv.types import Thought
+from ...reference.contract.thinkv.types import Thought
 from .._common.numerics import float32
 from ._eviction_kernels import add_gram, centred, representatives, whole_gram
 from ._formats_kernels import decode, decode_scale, encode, fp8_scale, magnitude, scale_code

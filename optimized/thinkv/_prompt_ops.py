@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference.thinkv.types import Thought
+from ...reference.contract.thinkv.types import Thought
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.operation import operation
 from ._paging_ops import LANES, Layout, chunk_of, layout

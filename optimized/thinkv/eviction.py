@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...reference._validate_ranks import ProcessGroup, check_heads
-from ...reference.thinkv._validate import check_anneal, check_segment, check_segments
-from ...reference.thinkv.types import AnnealResult, RepresentativesResult
+from ...reference.contract.ranks import ProcessGroup, check_heads
+from ...reference.contract.thinkv.arguments import check_anneal, check_segment, check_segments
+from ...reference.contract.thinkv.types import AnnealResult, RepresentativesResult
 from .._common.launch import check_launchable, next_power_of_2, on_device_of, stride_unit
 from .._common.operation import operation
 from .._common.ranks import Ranks

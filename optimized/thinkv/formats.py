@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import FLOATING, check_dtype
-from ...reference.thinkv._validate_formats import (
+from ...reference.contract.arguments import FLOATING, check_dtype
+from ...reference.contract.thinkv.formats import (
     check_bits,
     check_bytes,
     check_packed,
@@ -18,7 +18,7 @@ from ...reference.thinkv._validate_formats import (
     check_quantized,
     scales_shape,
 )
-from ...reference.thinkv.types import Quantized
+from ...reference.contract.thinkv.types import Quantized
 from .._common.launch import INTERPRETED, check_launchable, on_device_of
 from .._common.operation import operation
 from ._formats_kernels import (

@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference._interrupted import Interruptible
-from ...reference._validate import check_dtype, check_reorder, resolve_device
 from ...reference.contract import Sizes
-from ...reference.thinkv._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
-from ...reference.thinkv.contract import ThinKVConfig
-from ...reference.thinkv.types import BlockEntry, PagedAttentionResult, PagedCodes, Thought
+from ...reference.contract.arguments import check_dtype, check_reorder, resolve_device
+from ...reference.contract.interruption import Interruptible
+from ...reference.contract.thinkv.config import ThinKVConfig
+from ...reference.contract.thinkv.paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
+from ...reference.contract.thinkv.types import BlockEntry, PagedAttentionResult, PagedCodes, Thought
 from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable, padded_slots
 from .._common.ranks import Ranks
 from .._common.state import Buffers

@@ -10,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import check_config, check_reorder, check_room
-from ...reference._validate_ranks import ProcessGroup, Shared, check_heads, check_process_group, digest
-from ...reference.thinkv._validate_paging import check_thought
-from ...reference.thinkv.contract import ThinKVConfig
-from ...reference.thinkv.types import Thought
+from ...reference.contract.arguments import check_config, check_reorder, check_room
+from ...reference.contract.ranks import ProcessGroup, Shared, check_heads, check_process_group, digest
+from ...reference.contract.thinkv.config import ThinKVConfig
+from ...reference.contract.thinkv.paging import check_thought
+from ...reference.contract.thinkv.types import Thought
 from .._common import beside, graph
 from .._common.launch import SMALL_TILES, on_device_of
 from .._common.operation import operation

@@ -9,10 +9,16 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference._validate import resolve_scale
 from ...reference.contract import Sizes
-from ...reference.thinkv._validate import check_edges, check_numbers, check_sparsity, check_traces, too_few_layers
-from ...reference.thinkv.types import Thresholds
+from ...reference.contract.arguments import resolve_scale
+from ...reference.contract.thinkv.arguments import (
+    check_edges,
+    check_numbers,
+    check_sparsity,
+    check_traces,
+    too_few_layers,
+)
+from ...reference.contract.thinkv.types import Thresholds
 from .._common.launch import (
     SMALL_TILES,
     check_kernel_sizes,

@@ -23,7 +23,7 @@ from kvtwin.optimized import synckv
 from kvtwin.optimized._common.prompt_attention import causal_attention
 from kvtwin.optimized.synckv import _offload as offload_module
 from kvtwin.optimized.synckv._transfers import StreamTransfers
-from kvtwin.reference.synckv.contract import SyncKVConfig
+from kvtwin.reference.contract.synckv.types import SyncKVConfig
 
 from .. import bench_cake, bench_quest, bench_synckv
 from ..peers import causal_peers

@@ -19,6 +19,7 @@ from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.judge import bounds
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.optimized import longflow
+from kvtwin.optimized._common.prompts import compression
 from kvtwin.optimized.baselines import h2o, r_kv, raas, snapkv, vatp
 
 from ..peers import BACKENDS, decode_peers
@@ -253,7 +254,7 @@ class SnapKV(Compacting):
     """SnapKV with kvtwin's kernels: pooled attention of the last 32 queries."""
 
     def kept_slots(self, window: Tensor, key: Tensor) -> Tensor:
-        return snapkv.choose(
+        return compression.choose(
             window, key, key, self.budget, kernel_size=5, occupied=None, protected=None, shared_heads=False, scale=None
         )
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.optimized import thinkv
-from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
 
 from .. import bench_thinkv
 from . import keeping, systems

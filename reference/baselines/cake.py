@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._validate import check_config, check_integer
 from ..attention import INF, accumulate_dtype, attention_weights, causal_attention, weighted_values
+from ..contract.arguments import check_config, check_integer
+from ..contract.cake import check_shared_cascade
+from ..contract.cascade import CAKEConfig, Cascade
 from ..selection import gather_tokens, order
 from ..state import State
-from ._cake import ObserveResult, budgets, kept, log_preference, observe, step_score
-from ._cascade import CAKEConfig, Cascade
-from ._validate_cake import check_shared_cascade
+from .cake_prompt import ObserveResult, budgets, kept, log_preference, observe, step_score
 
 __all__ = ["CAKECascade", "CAKEConfig", "CAKEState", "ObserveResult", "budgets", "log_preference", "observe"]
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .._validate import check_integer
 from ..attention import sum_in_order
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
+from ..contract.blocks import check_protected
 
 __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 
@@ -38,16 +38,6 @@ class H2OConfig(IntervalConfig):
     def protected(self) -> int:
         """The number of newest tokens that are protected."""
         return self.budget // 2 if self.recent is None else self.recent
-
-
-def check_protected(recent: object, sinks: object, budget: int) -> None:
-    """The numbers of newest and of first tokens that are protected must fit in the budget together."""
-    first = check_integer("sinks", sinks, minimum=0)
-    newest = budget // 2 if recent is None else check_integer("recent", recent, minimum=0)
-    if newest > budget or (first > 0 and newest == budget):
-        raise ValueError(f"recent must be {'less than' if first else 'at most'} budget = {budget}, got {newest}")
-    if newest + first > budget:
-        raise ValueError(f"recent + sinks must be at most budget = {budget}, got {newest} + {first}")
 
 
 def attend(

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._validate import check_config, check_integer, check_room, check_scale
 from ..attention import attention_weights, causal_attention, weighted_values
-from ..state import State
-from ._validate_kivi import (
+from ..contract.arguments import check_config, check_integer, check_room, check_scale
+from ..contract.kivi import (
     WORD,
     check_bits,
     check_dequantize,
@@ -27,6 +26,7 @@ from ._validate_kivi import (
     check_quantize,
     words_of,
 )
+from ..state import State
 
 __all__ = ["KIVIConfig", "KIVIState", "QuantizeResult", "dequantize", "quantize"]
 

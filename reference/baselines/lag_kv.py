@@ -15,9 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._validate import check_integer
 from ..attention import INF
 from ..blocks import BlockState, Chunk, IntervalConfig
+from ..contract.arguments import check_integer
 
 __all__ = ["LagKVConfig", "LagKVState"]
 

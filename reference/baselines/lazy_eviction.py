@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._validate import check_flag, check_integer, check_ratio
 from ..attention import INF
 from ..blocks import BlockState, Chunk, IntervalConfig, group_mean
-from .h2o import check_protected
+from ..contract.arguments import check_flag, check_integer, check_ratio
+from ..contract.blocks import check_protected
 
 __all__ = ["LazyEvictionConfig", "LazyEvictionState"]
 

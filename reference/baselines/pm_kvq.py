@@ -14,10 +14,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .._validate import check_config, check_integer, check_room, check_scale
 from ..attention import attention_weights, causal_attention, weighted_values
-from ..state import State
-from ._validate_pmkvq import (
+from ..contract.arguments import check_config, check_integer, check_room, check_scale
+from ..contract.pm_kvq import (
     WIDTHS,
     check_bits_budget,
     check_dequantize,
@@ -30,6 +29,7 @@ from ._validate_pmkvq import (
     scale_dtype,
     tokens_that_fit,
 )
+from ..state import State
 from .kivi import codes_of_groups
 
 __all__ = ["PMKVQConfig", "PMKVQState", "QuantizeResult", "ShrinkResult", "dequantize", "quantize", "shrink"]

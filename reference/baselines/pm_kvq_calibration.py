@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._validate import check_integer, check_number, check_shape, check_tensor
 from ..attention import causal_attention
+from ..contract.arguments import check_integer, check_number, check_shape, check_tensor
 from .pm_kvq import dequantize, quantize
 
 #: Exponents that are tried: 1, 0.95 and so on to 0.05. Without smoothing, the exponent is 0.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._validate import check_config, check_flag, check_integer, check_room
 from ..attention import (
     INF,
     accumulate_dtype,
@@ -25,9 +24,10 @@ from ..attention import (
     weighted_values,
 )
 from ..contract import MethodConfig
+from ..contract.arguments import check_config, check_flag, check_integer, check_room
+from ..contract.quest import check_page_bounds, check_page_scores, check_select_pages
 from ..selection import top_k
 from ..state import State
-from ._validate_quest import check_page_bounds, check_page_scores, check_select_pages
 
 __all__ = ["PageBoundsResult", "QuestConfig", "QuestState", "page_bounds", "page_scores", "select_pages"]
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._validate import check_choice, check_flag, check_integer, check_ratio
 from ..attention import INF, accumulate_dtype, exact, logits, softmax, sum_in_order
 from ..blocks import BlockState, Chunk, IntervalConfig
+from ..contract.arguments import check_choice, check_flag, check_integer, check_kernel_size, check_ratio
 from ..selection import order
-from .snapkv import check_kernel_size
 
 __all__ = ["RKVConfig", "RKVState"]
 

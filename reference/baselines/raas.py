@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._validate import check_integer, check_ratio
 from ..attention import INF, accumulate_dtype, exact, per_query_head
 from ..blocks import BlockState, Chunk, IntervalConfig, group_mean
+from ..contract.arguments import check_integer, check_ratio
+from ..contract.blocks import check_protected
 from ..selection import order, top_k, victims
-from .h2o import check_protected
 
 __all__ = ["RaaSConfig", "RaaSState"]
 

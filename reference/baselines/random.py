@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._validate import check_integer, check_positions
 from ..attention import INF
 from ..blocks import BlockConfig, BlockState, Chunk
+from ..contract.arguments import check_integer, check_positions
 
 __all__ = ["RandomConfig", "RandomState", "score"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .._validate import check_frequencies, check_integer, check_pairs, check_positions
 from ..attention import accumulate_dtype, per_query_head
 from ..blocks import BlockConfig, BlockState
+from ..contract.arguments import check_frequencies, check_integer, check_pairs, check_positions
 from ..selection import order
 
 __all__ = ["StreamingLLMConfig", "StreamingLLMState", "keep"]

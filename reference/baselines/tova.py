@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._validate import check_flag
 from ..attention import INF, logsumexp_in_order, per_kv_head, sum_in_order
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
+from ..contract.arguments import check_flag
 
 __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 

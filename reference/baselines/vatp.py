@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..attention import sum_in_order, zero_unoccupied
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, group_mean
-from .h2o import attend, check_protected
+from ..contract.blocks import check_protected
+from .h2o import attend
 
 __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
 

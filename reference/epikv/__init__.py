@@ -3,7 +3,7 @@
 Paper: "Epiphany-Aware KV Cache Eviction Without the Attention Matrix" (arXiv 2606.26472).
 """
 
-from .contract import EpiKVConfig
+from ..contract.epikv.config import EpiKVConfig
 from .scorer import EpiKVScorer
 from .scores import hidden_change, kv_variance, lag_kv, rolling_mean, rolling_zscore, score, select
 from .state import EpiKVState

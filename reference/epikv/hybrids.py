@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from ..attention import sum_in_order
+from ..contract.thinkv.types import Thought
 from ..selection import victims
 from ..thinkv.thoughts import classify, share_skipped
-from ..thinkv.types import Thought
 
 REASONING = int(Thought.REASONING)
 

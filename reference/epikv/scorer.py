@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._interrupted import Interruptible
-from .._validate import check_dtype, check_next_slot, check_reorder, resolve_device
 from ..attention import INF, accumulate_dtype, sum_in_order
+from ..contract.arguments import check_dtype, check_next_slot, check_reorder, resolve_device
+from ..contract.epikv.arguments import check_prompt_fits, check_scorer
+from ..contract.epikv.config import EpiKVConfig
+from ..contract.epikv.scorer import ScorerInputs
+from ..contract.interruption import Interruptible
 from ..selection import victims
-from ._validate import check_prompt_fits, check_scorer
-from ._validate_scorer import ScorerInputs
-from .contract import EpiKVConfig
 from .hybrids import Attention, by_thought
 from .scores import (
     _mean,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._validate import check_choice, check_integer
 from ..attention import INF, accumulate_dtype, sum_in_order
+from ..contract.arguments import check_choice, check_integer
+from ..contract.epikv.arguments import check_hidden_pair, check_lag, check_selection, check_series, check_vectors
+from ..contract.epikv.config import DIFFERENCES
 from ..selection import kept_after, kept_tokens, order
-from ._validate import check_hidden_pair, check_lag, check_selection, check_series, check_vectors
-from .contract import DIFFERENCES
 
 UNIT = 2.0**-24                 # of float32, for every dtype: whether a series is constant must not depend on the dtype
 LEAST_RANGE = 1e-6              # of a channel, relative to the largest magnitude in its chunk

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._validate import check_config
-from .._validate_ranks import ProcessGroup, Shared, check_process_group, digest
 from ..attention import attention_weights, causal_attention, causal_logits, softmax, weighted_values
+from ..contract.arguments import check_config
+from ..contract.epikv.arguments import HiddenInputs, check_ranks, check_scores
+from ..contract.epikv.config import EpiKVConfig
+from ..contract.ranks import ProcessGroup, Shared, check_process_group, digest
 from ..state import State
-from ._validate import HiddenInputs, check_ranks, check_scores
-from .contract import EpiKVConfig
 from .hybrids import received
 from .scorer import EpiKVScorer
 

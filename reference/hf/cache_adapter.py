@@ -41,8 +41,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
-from .._validate import check_reorder, check_tensor
 from ..contract import MethodConfig
+from ..contract.arguments import check_reorder, check_tensor
 from .masks import MaskSpec, make_mask, no_padding, readable, refuse_restart, require
 from .progress import ACTIVATE, NAME, Progress
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._validate import check_choice, check_integer
 from ..contract import MethodConfig
-from ..epikv.contract import BANDS, POLICIES, EpiKVConfig, band_layers
+from ..contract.arguments import check_choice, check_integer
+from ..contract.epikv.config import BANDS, POLICIES, EpiKVConfig, band_layers
 from .cache_adapter import StateCache, StateLayer, one_token_per_pass
 from .masks import MaskSpec
 

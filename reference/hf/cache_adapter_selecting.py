@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .._validate import check_integer
+from ..contract.arguments import check_integer
 from .cache_adapter import StateCache, StateLayer
 
 

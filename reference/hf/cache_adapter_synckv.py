@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .._validate import check_flag, check_integer
-from ..synckv.contract import HeadClusters, SyncKVConfig
+from ..contract.arguments import check_flag, check_integer
+from ..contract.synckv.types import HeadClusters, SyncKVConfig
 from .cache_adapter import StateCache, StateLayer
 
 #: The attention function that passes queries and keys to observers, active within `watching`.

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .._validate import check_integer
-from ..thinkv._validate import check_edges
-from ..thinkv.contract import ThinKVConfig
-from ..thinkv.types import Thresholds
+from ..contract.arguments import check_integer
+from ..contract.thinkv.arguments import check_edges
+from ..contract.thinkv.config import ThinKVConfig
+from ..contract.thinkv.types import Thresholds
 from .cache_adapter import StateCache, StateLayer, one_token_per_pass
 from .masks import MaskSpec
 

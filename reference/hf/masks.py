@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from .._validate import capturing
+from ..contract.arguments import capturing
 
 # With prefill_chunk_size on a cache that is not empty, older versions of transformers pass the tokens from 0 on again.
 STARTS_AT_0 = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 21)

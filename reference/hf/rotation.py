@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .._validate import check_flag
 from ..attention import accumulate_dtype
+from ..contract.arguments import check_flag
 from .cache_adapter import StateCache, StateLayer
 
 #: Models that rotate the halves of all channels of queries and keys, last of all, by `modeling_llama`'s arithmetic.

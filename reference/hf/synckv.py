@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..synckv.contract import HeadClusters
+from ..contract.synckv.types import HeadClusters
 from ..synckv.heads import cluster_heads, head_similarity
 from ..synckv.sets import log_weights
 from ..synckv.state import SyncKVState

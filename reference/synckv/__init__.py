@@ -4,7 +4,7 @@ Paper: "SyncKV: A Syncopated Scheduling Approach to KV Cache Compression for Eff
 "Head" means KV head. Similar heads form a cluster; the representative head of a cluster is its R-head.
 """
 
-from .contract import HeadClusters, SyncKVConfig, SyncKVSetsResult
+from ..contract.synckv.types import HeadClusters, SyncKVConfig, SyncKVSetsResult
 from .heads import cluster_heads, head_similarity, overlap
 from .sets import anticipate, initial_sets, split_budget
 from .state import SyncKVState

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..attention import sum_in_order
-from ._validate import check_heads_attention, check_sets, check_similarity
-from .contract import HeadClusters
+from ..contract.synckv.arguments import check_heads_attention, check_sets, check_similarity
+from ..contract.synckv.types import HeadClusters
 from .sets import best_of
 
 #: Iterations of k-means.

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._validate import resolve_scale
 from ..attention import INF, logits
+from ..contract.arguments import resolve_scale
+from ..contract.synckv.arguments import check_anticipation, check_budget, check_initial
+from ..contract.synckv.types import SyncKVSetsResult
 from ..selection import top_k
-from ._validate import check_anticipation, check_budget, check_initial
-from .contract import SyncKVSetsResult
 
 
 def split_budget(k: int, rho: float) -> tuple[int, int]:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from .._ranks import Heads
-from .._validate import check_config, check_room
-from .._validate_ranks import ProcessGroup, check_heads, check_process_group, digest, heads_of_ranks
 from ..attention import attention_weights, causal_attention, weighted_values
+from ..contract.arguments import check_config, check_room
+from ..contract.ranks import ProcessGroup, check_heads, check_process_group, digest, heads_of_ranks
+from ..contract.synckv.arguments import resolve_clusters
+from ..contract.synckv.types import HeadClusters, SyncKVConfig
 from ..state import State
-from ._validate import resolve_clusters
-from .contract import HeadClusters, SyncKVConfig
 from .sets import ascending, best_of, initial_by, log_weights, split_budget
 
 __all__ = ["SyncKVConfig", "SyncKVState"]

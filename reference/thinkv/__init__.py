@@ -3,13 +3,20 @@
 Paper: "ThinKV: Thought-Adaptive KV Cache Compression for Efficient Reasoning Models".
 """
 
-from .contract import ThinKVConfig
+from ..contract.thinkv.config import ThinKVConfig
+from ..contract.thinkv.types import (
+    AnnealResult,
+    PagedAttentionResult,
+    Quantized,
+    RepresentativesResult,
+    Thought,
+    Thresholds,
+)
 from .eviction import anneal, segment_representatives, select_representatives
 from .formats import dequantize, pack, quantize, unpack
 from .paging import PagedCache, decode_attention
 from .state import ThinKVState
 from .thoughts import attention_sparsity, calibrate, classify
-from .types import AnnealResult, PagedAttentionResult, Quantized, RepresentativesResult, Thought, Thresholds
 
 __all__ = [
     "AnnealResult", "PagedAttentionResult", "PagedCache", "Quantized", "RepresentativesResult", "ThinKVConfig",

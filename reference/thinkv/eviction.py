@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .._ranks import Heads
-from .._validate_ranks import ProcessGroup, check_heads
 from ..attention import accumulate_dtype
+from ..contract.ranks import ProcessGroup, check_heads
+from ..contract.thinkv.arguments import check_anneal, check_segment, check_segments
+from ..contract.thinkv.types import AnnealResult, RepresentativesResult
 from ..selection import top_k, victims
-from ._validate import check_anneal, check_segment, check_segments
-from .types import AnnealResult, RepresentativesResult
 
 #: Iterations of k-means.
 ITERATIONS = 10

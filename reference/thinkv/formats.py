@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_ends
 
-from .._validate import FLOATING, check_dtype
-from ._validate_formats import check_bits, check_bytes, check_packed, check_quantize, check_quantized
-from .types import BITS, Quantized
+from ..contract.arguments import FLOATING, check_dtype
+from ..contract.thinkv.formats import check_bits, check_bytes, check_packed, check_quantize, check_quantized
+from ..contract.thinkv.types import BITS, Quantized
 
 __all__ = ["dequantize", "pack", "quantize", "unpack"]
 

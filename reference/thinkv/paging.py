@@ -25,16 +25,24 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from .._interrupted import Interruptible
 from .._ranks import Heads
-from .._validate import check_dtype, check_no_grad, check_reorder, resolve_device
 from ..attention import accumulate_dtype, attention_weights, weighted_values
-from ._validate_paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
-from .contract import ThinKVConfig, pool_blocks
+from ..contract.arguments import check_dtype, check_no_grad, check_reorder, resolve_device
+from ..contract.interruption import Interruptible
+from ..contract.thinkv.config import ThinKVConfig, pool_blocks
+from ..contract.thinkv.paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
+from ..contract.thinkv.types import (
+    BlockEntry,
+    PagedAttentionResult,
+    PagedCodes,
+    Quantized,
+    Thought,
+    bits_in_cache,
+    has_groups,
+)
 from .formats import dequantize, per_element, quantize
 from .table import Block, Flush, Row, Token
 from .thoughts import ONE_RANK, sparsity_of_heads
-from .types import BlockEntry, PagedAttentionResult, PagedCodes, Quantized, Thought, bits_in_cache, has_groups
 
 __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from .._ranks import Heads
-from .._validate import check_config, check_room
-from .._validate_ranks import ProcessGroup, check_heads, check_process_group, digest
 from ..attention import accumulate_dtype, causal_attention
+from ..contract.arguments import check_config, check_room
+from ..contract.ranks import ProcessGroup, check_heads, check_process_group, digest
+from ..contract.thinkv.config import ThinKVConfig
+from ..contract.thinkv.paging import check_thought
+from ..contract.thinkv.types import Thought
 from ..state import State
-from ._validate_paging import check_thought
-from .contract import ThinKVConfig
 from .eviction import anneal, segment_representatives
 from .paging import PagedCache, decode_with
 from .thoughts import classify
-from .types import Thought
 
 __all__ = ["ThinKVConfig", "ThinKVState"]
 

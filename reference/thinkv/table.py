@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .types import Quantized
+from ..contract.thinkv.types import Quantized
 
 
 @dataclass(eq=False)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .._ranks import Heads
-from .._validate import resolve_scale
 from ..attention import accumulate_dtype, attention_weights, sum_in_order
-from ._validate import check_edges, check_numbers, check_sparsity, check_traces, too_few_layers
-from .types import Thought, Thresholds
+from ..contract.arguments import resolve_scale
+from ..contract.thinkv.arguments import check_edges, check_numbers, check_sparsity, check_traces, too_few_layers
+from ..contract.thinkv.types import Thought, Thresholds
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from ....reference.baselines._cake import budgets, divide
+from ....reference.baselines.cake_prompt import budgets, divide
 from ....reference.selection import order
 from ...cases import budget_cases, draws, tiny
 from ...cases.budget_cases import LayerBudgetsCase

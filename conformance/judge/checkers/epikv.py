@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ....reference.epikv.contract import BANDS, POLICIES, SPREADS, EpiKVConfig
+from ....reference.contract.epikv.config import BANDS, POLICIES, SPREADS, EpiKVConfig
 from ...cases import draws, tiny
 from ...cases.case import DecodeCase
 from .. import lockstep

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....reference import keydiff
-from ....reference._validate_scales import FP8
 from ....reference.contract import Pages
+from ....reference.contract.scales import FP8
 from ...cases import draws
 from ...cases.case import Case
 from ...cases.contents import OCCUPANCIES

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ....reference.baselines._validate_pmkvq import WIDTHS, scale_dtype
 from ....reference.baselines.pm_kvq import dequantize, quantize, shrink
+from ....reference.contract.pm_kvq import WIDTHS, scale_dtype
 from ...cases import tiny
 from ...cases.group_cases import PM_KVQ_EXTREME, PMKVQCase, PMKVQCodesCase, pm_kvq_cases
 from ..bounds import FLUSH, SLACK, UNIT

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ....reference import attention as eager
+from ....reference import prompt_compression
 from ....reference.baselines import snapkv
 from ...cases import draws
 from ...cases.block_cases import AttendCase
@@ -94,7 +95,7 @@ def assert_score_right(
     actual: Tensor, case: WindowCase, *, shared_heads: bool, allowed: Arithmetic | None = None
 ) -> None:
     """actual: `snapkv.window_score(**case.score_inputs, shared_heads=...)`."""
-    truth = snapkv.score_prompt(**upcast_all(case.score_inputs), shared_heads=shared_heads)
+    truth = prompt_compression.score_prompt(**upcast_all(case.score_inputs), shared_heads=shared_heads)
     bound = score_bound(case, shared_heads=shared_heads, allowed=allowed)
     assert_within(actual, truth, bound, what="window score")
 
@@ -105,7 +106,7 @@ def assert_compress_right(
     """actual: `snapkv.compress(**case.snapkv_inputs, shared_heads=...)`, or `longflow.compress_prefill(**case.inputs)`
     (shared heads): key and value bit by bit what `kept` says, and kept a right choice."""
     key, value, kept = actual
-    truth = snapkv.compress_prompt(**upcast_all(case.snapkv_inputs), shared_heads=shared_heads)
+    truth = prompt_compression.compress_prompt(**upcast_all(case.snapkv_inputs), shared_heads=shared_heads)
     verdict = undecided()
     with field("kept"):
         verdict = assert_kept_right(kept, truth.kept, case, shared_heads=shared_heads, allowed=allowed)
@@ -142,7 +143,7 @@ def _window_subjects(*, shared_heads: bool) -> Iterator[Subject]:
 
 def score_interval(case: WindowCase, *, shared_heads: bool, allowed: Arithmetic | None = None) -> Interval:
     """Interval of the computed window score of each token."""
-    truth = snapkv.score_prompt(**upcast_all(case.score_inputs), shared_heads=shared_heads)
+    truth = prompt_compression.score_prompt(**upcast_all(case.score_inputs), shared_heads=shared_heads)
     bound = score_bound(case, shared_heads=shared_heads, allowed=allowed)
     return Interval(truth - bound, truth + bound)
 

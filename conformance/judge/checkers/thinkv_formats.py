@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....reference.contract.thinkv.types import BITS
 from ....reference.thinkv import formats, unpack
 from ....reference.thinkv.formats import E4M3, MAGNITUDES, grouped
-from ....reference.thinkv.types import BITS
 from ... import stats
 from ...cases.format_cases import (
     EXTREME,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ....reference.attention import per_query_head
-from ....reference.thinkv.contract import ThinKVConfig
+from ....reference.contract.thinkv.config import ThinKVConfig
 from ....reference.thinkv.paging import PagedCache, in_order
 from ... import stats
 from ...cases.oracle import Attention, attend

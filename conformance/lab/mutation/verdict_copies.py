@@ -29,6 +29,8 @@ ALL_READINGS = """
 from kvtwin.conformance import Capabilities, capabilities
 CAPABILITIES = Capabilities(options=capabilities.READINGS)
 """
+#: Folders with a module, or a folder, per method.
+GROUPS = ("baselines", "contract")
 #: Classes of arguments, beside the configurations: a test makes one of them for both sides.
 SHARED = ("HeadClusters", "Pages", "Quantized", "Thought")
 
@@ -89,8 +91,9 @@ def method_of(mutant: Mutant, names: Iterable[str]) -> str:
     """The method whose verdict judges a mutant: the one that its file belongs to, else the folder of the list, unless
     its killers name other methods alone. names: of all methods."""
     inside = mutant.file.removesuffix(".py").split("/")[1:]
-    found = _named("/".join(inside[1:] if inside[0] == "baselines" else inside), names)
-    own = found & {inside[1] if inside[0] == "baselines" else inside[0]}
+    inside = inside[1:] if inside[0] in GROUPS else inside
+    found = _named("/".join(inside), names)
+    own = found & {inside[0]}
     if own:
         return own.pop()
     by_killer = [_named(killer, names) for killer in mutant.killers]

@@ -15,7 +15,7 @@ from kvtwin.conformance.judge.checkers.cake import assert_observe_right, observe
 from kvtwin.conformance.judge.checkers.cake_bounds import ROUNDING, observed
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.suite.cake.test_cake import INF, both_sides, cake_of, drawn
-from kvtwin.reference.baselines import _cake as rules
+from kvtwin.reference.baselines import cake_prompt as rules
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvtwin.conformance.cases.strategies import TRACE_CONTENTS, state_traces
 from kvtwin.conformance.methods.ranks import epikv as on_ranks
 from kvtwin.conformance.methods.ranks import states
-from kvtwin.reference.epikv.contract import DIFFERENCES
+from kvtwin.reference.contract.epikv.config import DIFFERENCES
 
 #: Ranks, KV heads and query heads per KV head: as many heads on all ranks; not; and more ranks than KV heads.
 SPREADS = ((2, 2, 2), (2, 3, 1), (3, 3, 1), (4, 2, 2))

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from kvtwin.reference.epikv.contract import EpiKVConfig
+from kvtwin.reference.contract.epikv.config import EpiKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 

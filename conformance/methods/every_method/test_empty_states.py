@@ -20,8 +20,8 @@ from kvtwin.conformance.cases import tiny
 from kvtwin.conformance.discovery import Pair
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.optimized._common import prompt_selection
 from kvtwin.optimized._common import state as states
+from kvtwin.optimized._common.prompts import prompt_selection
 
 pytestmark = pytest.mark.whole
 

@@ -13,8 +13,8 @@ from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers
 from kvtwin.reference.baselines.h2o import H2OConfig
 from kvtwin.reference.baselines.vatp import VATPConfig
+from kvtwin.reference.contract.epikv.config import band_layers
 from kvtwin.reference.epikv import EpiKVConfig
-from kvtwin.reference.epikv.contract import band_layers
 from kvtwin.reference.synckv import split_budget
 from kvtwin.reference.thinkv import ThinKVConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from ....reference.synckv.contract import HeadClusters
+from ....reference.contract.synckv.types import HeadClusters
 from ...cases.state_trace import StateTrace
 from ...judge import lockstep
 from ...judge.compare import assert_same

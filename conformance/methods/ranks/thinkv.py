@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ....reference.thinkv.types import Thought
+from ....reference.contract.thinkv.types import Thought
 from ...cases.state_trace import StateTrace
 from ...cases.thought_cases import SegmentCase
 from ...judge.checkers.thinkv_eviction import assert_representatives_right

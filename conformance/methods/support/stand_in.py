@@ -23,9 +23,9 @@ from triton.runtime.interpreter import GridExecutor
 
 from ....optimized._common import graph
 from ....optimized.hf import _captured
-from ....reference import _validate
+from ....reference.contract import arguments
 
-CAPTURING = _validate.capturing
+CAPTURING = arguments.capturing
 
 #: Operations whose result the host reads, or that copy from its memory.
 READS = (
@@ -73,7 +73,7 @@ IN_CAPTURE = False
 
 
 def is_capturing(device: torch.device) -> bool:
-    """What replaces `kvtwin.reference._validate.capturing`."""
+    """What replaces `kvtwin.reference.contract.arguments.capturing`."""
     return IN_CAPTURE
 
 

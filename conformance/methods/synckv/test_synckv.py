@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.suite.synckv.test_synckv import LITTLE, tokens
-from kvtwin.reference.synckv.contract import HeadClusters, SyncKVConfig
+from kvtwin.reference.contract.synckv.types import HeadClusters, SyncKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 

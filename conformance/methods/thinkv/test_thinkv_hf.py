@@ -16,10 +16,10 @@ from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.methods.support import tiny_models
 from kvtwin.conformance.methods.support.hf_cases import Loop, check_against_loops, feed
 from kvtwin.conformance.methods.support.tiny_models import generate, prompts
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import Thought, Thresholds
 from kvtwin.reference.hf.cache_adapter_thinkv import ThoughtCache, ThoughtLayer
-from kvtwin.reference.thinkv.contract import ThinKVConfig
 from kvtwin.reference.thinkv.state import ThinKVState
-from kvtwin.reference.thinkv.types import Thought, Thresholds
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.whole]
 

@@ -10,8 +10,8 @@ import torch
 from kvtwin.conformance.cases.paged_cases import WHOLE, empty, put
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.suite.thinkv.test_thinkv_unquantized import SHORT, SIDES, bits
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import Thought
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import Thought
 
 pytestmark = pytest.mark.kind("equivalence")
 

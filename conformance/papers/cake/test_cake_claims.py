@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.reference.baselines import _cake as rules
+from kvtwin.reference.baselines import cake_prompt as rules
 
 pytestmark = pytest.mark.kind("claims")
 

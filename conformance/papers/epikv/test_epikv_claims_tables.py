@@ -15,7 +15,7 @@ from kvtwin.conformance.cases import oracle
 from kvtwin.conformance.judge.bounds import arithmetic
 from kvtwin.conformance.judge.checkers.longflow import linear_score_error
 from kvtwin.reference.attention import attention_weights
-from kvtwin.reference.epikv.contract import BANDS, EpiKVConfig
+from kvtwin.reference.contract.epikv.config import BANDS, EpiKVConfig
 from kvtwin.reference.longflow import decode_attention
 
 pytestmark = pytest.mark.kind("claims")

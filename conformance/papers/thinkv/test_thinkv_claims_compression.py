@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 
 from kvtwin.conformance.papers.thinkv.test_thinkv_claims_tables import SCALE_BITS, compression, rounded, share
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import BITS
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import BITS
 
 pytestmark = pytest.mark.kind("claims")
 

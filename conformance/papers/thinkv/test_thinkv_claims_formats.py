@@ -20,8 +20,8 @@ from kvtwin.conformance.papers.thinkv.format_errors import (
     relative,
     ulps,
 )
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import Quantized
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import Quantized
 
 pytestmark = pytest.mark.kind("claims")
 

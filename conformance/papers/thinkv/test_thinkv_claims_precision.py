@@ -23,8 +23,8 @@ from kvtwin.conformance.papers.thinkv.format_errors import (
     quantized,
     relative,
 )
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import BITS, Thought
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import BITS, Thought
 
 pytestmark = pytest.mark.kind("claims")
 

@@ -12,8 +12,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import BITS
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import BITS
 
 pytestmark = pytest.mark.kind("claims")
 

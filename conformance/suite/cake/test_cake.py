@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtwin.reference.baselines import _cake as rules
+from kvtwin.reference.baselines import cake_prompt as rules
 
 pytestmark = pytest.mark.kind("equivalence")
 

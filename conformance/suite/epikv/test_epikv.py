@@ -18,7 +18,7 @@ from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.checkers import epikv_scores as judge
 from kvtwin.conformance.judge.checkers.epikv import assert_inside
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.reference.epikv.contract import DIFFERENCES, SPREADS, EpiKVConfig
+from kvtwin.reference.contract.epikv.config import DIFFERENCES, SPREADS, EpiKVConfig
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.main]
 

@@ -19,7 +19,7 @@ from kvtwin.conformance.judge.trace import follow as follow_trace
 from kvtwin.fixtures import block_traces, record_epikv
 from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record_epikv import PROMPT, positions
-from kvtwin.reference.epikv.contract import EpiKVConfig
+from kvtwin.reference.contract.epikv.config import EpiKVConfig
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtwin.conformance.cases.bad_input import contents, refused
-from kvtwin.reference.epikv.contract import EpiKVConfig, band_layers
+from kvtwin.reference.contract.epikv.config import EpiKVConfig, band_layers
 
 pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.main]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvtwin.conformance.judge.checkers.epikv import BY_ENTROPY, SEGMENTS, Adapter, extras
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.lockstep import Lockstep, pair
-from kvtwin.reference.epikv.contract import EpiKVConfig
+from kvtwin.reference.contract.epikv.config import EpiKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 

@@ -12,7 +12,7 @@ from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.judge.checkers import epikv_scores as judge
 from kvtwin.conformance.judge.checkers.epikv import assert_inside, extras
 from kvtwin.conformance.judge.compare import assert_same, assert_within
-from kvtwin.reference.epikv.contract import EpiKVConfig
+from kvtwin.reference.contract.epikv.config import EpiKVConfig
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.property("layouts")]
 

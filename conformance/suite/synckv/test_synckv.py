@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtwin.conformance.judge.checkers.synckv_state import Adapter, mask_of
 from kvtwin.conformance.judge.lockstep import Lockstep
-from kvtwin.reference.synckv.contract import HeadClusters, SyncKVConfig
+from kvtwin.reference.contract.synckv.types import HeadClusters, SyncKVConfig
 from kvtwin.reference.synckv.state import SyncKVState
 
 pytestmark = pytest.mark.kind("equivalence")

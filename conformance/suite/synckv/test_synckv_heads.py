@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.reference.synckv.contract import SyncKVConfig
+from kvtwin.reference.contract.synckv.types import SyncKVConfig
 
 pytestmark = pytest.mark.kind("equivalence")
 

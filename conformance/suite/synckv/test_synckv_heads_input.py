@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvtwin.conformance.cases.bad_input import refused
-from kvtwin.reference.synckv.contract import HeadClusters, SyncKVConfig
+from kvtwin.reference.contract.synckv.types import HeadClusters, SyncKVConfig
 
 pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.main]
 

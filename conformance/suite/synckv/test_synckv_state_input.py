@@ -8,7 +8,7 @@ import torch
 from kvtwin.conformance.cases import fuzz
 from kvtwin.conformance.cases.bad_input import WRONG_TOKENS
 from kvtwin.conformance.cases.tiny import attributes
-from kvtwin.reference.synckv.contract import HeadClusters, SyncKVConfig
+from kvtwin.reference.contract.synckv.types import HeadClusters, SyncKVConfig
 
 pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.main]
 

@@ -20,8 +20,8 @@ from kvtwin.conformance.judge.bounds import UNIT
 from kvtwin.conformance.judge.checkers.thinkv_state import Adapter
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.reference import thinkv as reference
-from kvtwin.reference.thinkv.contract import ThinKVConfig
-from kvtwin.reference.thinkv.types import Thought
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import Thought
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.main]
 

@@ -21,7 +21,7 @@ from kvtwin.conformance.cases import format_oracle as oracle
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.format_cases import DTYPES, FORMATS, FormatCase, format_cases
 from kvtwin.conformance.judge.compare import fail
-from kvtwin.reference.thinkv.types import Quantized
+from kvtwin.reference.contract.thinkv.types import Quantized
 
 SCALES = oracle.E4M3[1:]
 every_format = pytest.mark.parametrize("fmt", FORMATS)

@@ -21,9 +21,9 @@ from kvtwin.conformance.judge.trace import follow as follow_trace
 from kvtwin.fixtures import block_traces, record_thinkv
 from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record_thinkv import positions
-from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
+from kvtwin.reference.contract.thinkv.types import Thought
 from kvtwin.reference.thinkv.thoughts import attention_sparsity, classify
-from kvtwin.reference.thinkv.types import Thought
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main, pytest.mark.first]
 

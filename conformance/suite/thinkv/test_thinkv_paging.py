@@ -21,7 +21,7 @@ from kvtwin.conformance.judge.checkers.thinkv_paging import (
     poison,
 )
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.reference.thinkv.types import BlockEntry
+from kvtwin.reference.contract.thinkv.types import BlockEntry
 
 pytestmark = [pytest.mark.first, pytest.mark.main]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvtwin.conformance.cases.paged_cases import FORMATS, config_of
 from kvtwin.conformance.judge.checkers.thinkv_paging import TABLES
 from kvtwin.reference.contract import MethodConfig
-from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
 
 pytestmark = [
     pytest.mark.kind("bad_input"),

@@ -8,7 +8,7 @@ import torch
 from kvtwin.conformance.cases.bad_input import WRONG_TOKENS
 from kvtwin.conformance.cases.tiny import attributes
 from kvtwin.conformance.judge.checkers.thinkv_paging import TABLES
-from kvtwin.reference.thinkv.contract import ThinKVConfig
+from kvtwin.reference.contract.thinkv.config import ThinKVConfig
 
 pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.main]
 

@@ -35,11 +35,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ....reference._validate import check_config, check_reorder
-from ....reference._validate_attention import check_attention, check_slot_mask
-from ....reference._validate_scales import FP8, check_scales
-from ....reference.blocks import BlockConfig
 from ....reference.contract import Sizes
+from ....reference.contract.arguments import check_config, check_reorder
+from ....reference.contract.attention import check_attention, check_slot_mask
+from ....reference.contract.blocks import BlockConfig
+from ....reference.contract.scales import FP8, check_scales
 from .. import graph
 from ..launch import check_kernel_sizes, check_launchable
 from ..library_attention import OWN, library_kernel

@@ -9,7 +9,7 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-from .....reference.baselines import _cake, cake
+from .....reference.baselines import cake, cake_prompt
 from ..checkout import Checkout, Project, StandIns
 from ..comparison import Comparison, Count, Kept, at_positions, held
 from ..inputs import Unrotated, blocks, double, hidden, layer, repeated, state, tokens, unrotated
@@ -58,7 +58,7 @@ def budgets(utils: ModuleType) -> Comparison:
         share = torch.rand(layers, generator=generator, dtype=torch.float64).pow(4)
         wanted = (share / share.sum() * total).trunc().long()
         theirs = torch.tensor(utils.adjust_budgets(wanted.tolist(), total, prefix, layers))
-        ours = _cake.divide(wanted[None], torch.tensor([prefix]), total)[0]
+        ours = cake_prompt.divide(wanted[None], torch.tensor([prefix]), total)[0]
         plain.add(theirs, ours)
         under.add(theirs.clamp_max(prefix), ours)
     return Comparison(

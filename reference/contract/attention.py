@@ -1,6 +1,6 @@
 """Checks of arguments that must fit each other, for both sides: queries, keys, values and masks of one call.
 
-See `_validate` for the errors. No check here reads a tensor's elements.
+See `arguments` for the errors. No check here reads a tensor's elements.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._validate import (
+from . import Sizes
+from .arguments import (
     FLOATING,
     check_device,
     check_dtype,
@@ -20,7 +21,6 @@ from ._validate import (
     check_state_tensor,
     check_tensor,
 )
-from .contract import Sizes
 
 
 def check_heads(query_heads: int, key_value_heads: int) -> None:

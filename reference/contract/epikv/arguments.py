@@ -1,11 +1,12 @@
-"""Checks of the arguments of EpiKV's scores and state, for both sides. See `kvtwin.reference._validate`."""
+"""Checks of the arguments of EpiKV's scores and state, for both sides. See `contract.arguments`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .._validate import (
+from .. import Sizes
+from ..arguments import (
     check_choice,
     check_config,
     check_dtype,
@@ -18,9 +19,8 @@ from .._validate import (
     check_state_tensor,
     check_tensor,
 )
-from .._validate_ranks import ProcessGroup, check_process_group, digest, gathered
-from ..contract import Sizes
-from .contract import SPREADS, EpiKVConfig
+from ..ranks import ProcessGroup, check_process_group, digest, gathered
+from .config import SPREADS, EpiKVConfig
 
 
 def check_scorer(

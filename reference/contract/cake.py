@@ -1,4 +1,4 @@
-"""Checks of the arguments of CAKE's rules. See `reference/_validate.py` for the errors."""
+"""Checks of the arguments of CAKE's rules. See `arguments` for the errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._validate import (
+from . import MethodConfig, Sizes
+from .arguments import (
     check_device,
     check_dtype,
     check_flag,
@@ -20,8 +21,7 @@ from .._validate import (
     check_shape,
     check_tensor,
 )
-from .._validate_attention import check_attention
-from ..contract import MethodConfig, Sizes
+from .attention import check_attention
 
 LEAST_TAU = 1e-6  # with less, quotients of logarithms leave the range of floats
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._validate import check_choice, check_flag, check_integer, check_share
-from ..contract import MethodConfig
-from ..thinkv._validate import check_edges
+from .. import MethodConfig
+from ..arguments import check_choice, check_flag, check_integer, check_share
+from ..thinkv.arguments import check_edges
 
 #: The layers of bands A and B in the paper's model of 32 layers. Other policies read keys and values only.
 BANDS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._validate import check_integer
+from .arguments import check_integer
 
 if TYPE_CHECKING or torch.distributed.is_available():
     from torch.distributed import ProcessGroup as ProcessGroup

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from .._validate import check_integer, check_share
-from ..contract import MethodConfig
-from ._validate import check_edges, check_formats, check_retention, check_sparsity_of
+from .. import MethodConfig
+from ..arguments import check_integer, check_share
+from .arguments import check_edges, check_formats, check_retention, check_sparsity_of
 from .types import Thought
 
 

@@ -1,11 +1,11 @@
-"""Checks of FP8 keys and values with scales, for both sides. See `_validate` for the errors."""
+"""Checks of FP8 keys and values with scales, for both sides. See `arguments` for the errors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ._validate import capturing, check_device, check_strided, readable
+from .arguments import capturing, check_device, check_strided, readable
 
 #: The types of FP8 keys and values, as they are in inference: with NaN, and E4M3 without infinity.
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

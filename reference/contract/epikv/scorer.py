@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._validate import (
+from ..arguments import (
     check_dtype,
     check_integer,
     check_mask,
@@ -16,7 +16,7 @@ from .._validate import (
     check_state_tensor,
     check_tensor,
 )
-from .contract import EpiKVConfig
+from .config import EpiKVConfig
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Checks of the arguments of SyncKV's functions and state, for both sides. See `kvtwin.reference._validate`."""
+"""Checks of the arguments of SyncKV's functions and state, for both sides. See `contract.arguments`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .._validate import (
+from .. import Sizes
+from ..arguments import (
     capturing,
     check_device,
     check_dtype,
@@ -18,9 +19,8 @@ from .._validate import (
     check_strided,
     check_tensor,
 )
-from .._validate_attention import check_attention
-from ..contract import Sizes
-from .contract import HeadClusters
+from ..attention import check_attention
+from .types import HeadClusters
 
 
 def check_budget(k: object, rho: object) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._validate import check_flag, check_integer, check_ratio, check_scale
+from ..arguments import check_flag, check_integer, check_ratio, check_scale
 
 #: The format name and version in files that `HeadClusters.save` writes.
 FORMAT, VERSION = "kvtwin head clusters", 1

@@ -1,5 +1,4 @@
-"""Checks of the arguments of ThinKV's config, thoughts and eviction, for both sides. See `kvtwin.reference._validate`.
-"""
+"""Checks of the arguments of ThinKV's config, thoughts and eviction, for both sides. See `contract.arguments`."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from .._validate import (
+from .. import Sizes
+from ..arguments import (
     check_choice,
     check_device,
     check_dtype,
@@ -24,8 +24,7 @@ from .._validate import (
     check_tensor,
     readable,
 )
-from .._validate_attention import check_attention
-from ..contract import Sizes
+from ..attention import check_attention
 from .types import BITS, LETTERS
 
 # The config ----------------------------------------------------------------------------------------------------------

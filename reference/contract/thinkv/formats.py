@@ -1,4 +1,4 @@
-"""Checks of the arguments of ThinKV's number formats, for both sides. See `kvtwin.reference._validate`."""
+"""Checks of the arguments of ThinKV's number formats, for both sides. See `contract.arguments`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from .._validate import (
+from ..arguments import (
     check_choice,
     check_device,
     check_dtype,
@@ -18,7 +18,7 @@ from .._validate import (
     check_strided,
     check_tensor,
 )
-from ._validate import check_format
+from .arguments import check_format
 from .types import BITS, SCALE_RULES, Quantized
 
 #: The possible sizes of a code, in bits, and the dtypes of elements that are not quantized.

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .._validate import resolve_scale
 from ..attention import INF, causal_logits, per_kv_head, per_query_head, softmax, sum_in_order
 from ..blocks import group_mean
+from ..contract.arguments import resolve_scale
+from ..contract.cake import check_budgets, check_cascade, check_kept, check_log_preference, check_observe
 from ..selection import order
-from ._validate_cake import check_budgets, check_cascade, check_kept, check_log_preference, check_observe
 
 SMALLEST = 1e-10  # the authors add it to a weight before they take its logarithm
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._interrupted import Interruptible
-from .._validate import check_config, check_integer, check_reorder, resolve_device
-from ..contract import MethodConfig
-from ._validate_cake import check_indicator, check_preference
+from . import MethodConfig
+from .arguments import check_config, check_integer, check_reorder, resolve_device
+from .cake import check_indicator, check_preference
+from .interruption import Interruptible
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
-"""Checks of caches in pages, for both sides. See `_validate` for the errors."""
+"""Checks of caches in pages, for both sides. See `arguments` for the errors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ._validate import (
+from . import Pages, Sizes
+from .arguments import (
     FLOATING,
     check_device,
     check_dtype,
@@ -17,8 +18,7 @@ from ._validate import (
     check_tensor,
     readable,
 )
-from ._validate_attention import check_heads, check_query_like, check_slot_mask
-from .contract import Pages, Sizes
+from .attention import check_heads, check_query_like, check_slot_mask
 
 
 def check_pages(pages: object, stored: tuple[torch.dtype, ...] = ()) -> Pages:

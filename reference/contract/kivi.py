@@ -1,11 +1,11 @@
-"""Checks of KIVI's arguments, for both sides. See `reference/_validate.py` for the errors."""
+"""Checks of KIVI's arguments, for both sides. See `arguments` for the errors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .._validate import FLOATING, check_dtype, check_integer, check_like, check_shape, check_tensor
+from .arguments import FLOATING, check_dtype, check_integer, check_like, check_shape, check_tensor
 
 BITS = (2, 4)
 #: Bits of a word of codes.

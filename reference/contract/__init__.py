@@ -1,4 +1,9 @@
-"""Types that both sides share: the sizes of an attention call, caches in pages, and the base class of configs."""
+"""What both sides share, without mathematics: types, configs, results and checks of arguments.
+
+Here are the sizes of an attention call, caches in pages, and the base class of configs. The modules have the rest:
+`arguments`, `attention`, `pages`, `scales` and `ranks` check arguments, `results` and `blocks` have results and configs
+of several methods, `interruption` tells whole states from incomplete ones. The others are of one method each.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ._validate import check_integer, check_scale
+from .arguments import check_integer, check_scale
 
 
 class Sizes(NamedTuple):

@@ -105,6 +105,12 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     return value
 
 
+def check_kernel_size(kernel_size: object) -> None:
+    """An odd int >= 1."""
+    if check_integer("kernel_size", kernel_size, minimum=1) % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, got {kernel_size}")
+
+
 def check_scale(name: str, value: object) -> None:
     """None, which means head_dim ** -0.5, or a number that is finite in float32."""
     if value is not None and not abs(check_number(name, value, kind="a float or None")) <= LARGEST_SCALE:

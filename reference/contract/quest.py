@@ -1,11 +1,11 @@
-"""Checks of Quest's arguments, for both sides. See `reference/_validate.py` for the errors."""
+"""Checks of Quest's arguments, for both sides. See `arguments` for the errors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .._validate import (
+from .arguments import (
     check_device,
     check_dtype,
     check_flag,

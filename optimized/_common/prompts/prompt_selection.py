@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .block_cache.kernels import Window, launch_attention, launch_received
-from .launch import SMALL_TILES, on_device_of, padded_head_dim, stride_unit
-from .numerics import sortable
-from .operation import operation
-from .radix_selection import _FREE, first_digit, search
+from ..block_cache.kernels import Window, launch_attention, launch_received
+from ..launch import SMALL_TILES, on_device_of, padded_head_dim, stride_unit
+from ..numerics import sortable
+from ..operation import operation
+from ..radix_selection import _FREE, first_digit, search
 
 #: Tokens per program that scores them.
 CHUNK = 64 if SMALL_TILES else 1024

@@ -1,11 +1,11 @@
-"""Checks of the arguments of ThinKV's paged cache and state, for both sides. See `kvtwin.reference._validate`."""
+"""Checks of the arguments of ThinKV's paged cache and state, for both sides. See `contract.arguments`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .._validate import (
+from ..arguments import (
     capturing,
     check_config,
     check_integer,
@@ -16,8 +16,8 @@ from .._validate import (
     check_tensor,
     resolve_scale,
 )
-from .._validate_attention import check_heads
-from .contract import ThinKVConfig
+from ..attention import check_heads
+from .config import ThinKVConfig
 from .types import Thought
 
 

@@ -1,4 +1,4 @@
-"""Checks of PM-KVQ's arguments, for both sides. See `reference/_validate.py` for the errors."""
+"""Checks of PM-KVQ's arguments, for both sides. See `arguments` for the errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from .._validate import FLOATING, check_dtype, check_integer, check_number, check_shape, check_tensor
-from ._validate_kivi import check_group
+from .arguments import FLOATING, check_dtype, check_integer, check_number, check_shape, check_tensor
+from .kivi import check_group
 
 #: The bits of a code, from those of new tokens to the fewest.
 WIDTHS = (16, 8, 4, 2)

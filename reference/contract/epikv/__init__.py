@@ -1,0 +1,1 @@
+"""What both sides of EpiKV share: its config, and checks of arguments."""

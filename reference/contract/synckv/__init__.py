@@ -1,0 +1,1 @@
+"""What both sides of SyncKV share: its config, types, and checks of arguments."""
