@@ -244,6 +244,7 @@ def _remember(interpreter: ModuleType) -> None:
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype, interpreter.tl)  # type: ignore[attr-defined]
     builtins, one = interpreter._patch_builtin, interpreter._patch_attr
     semantic = interpreter.interpreter_semantic
+    own = semantic.builder  # while a call is recorded, the semantic has another one
     tapes = Tapes(semantic, interpreter.tl, Compiler(interpreter))
 
     @cache
@@ -262,7 +263,7 @@ def _remember(interpreter: ModuleType) -> None:
 
     @wraps(builtins)
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
-        if semantic.builder is builder and members(pkg):
+        if builder is own and members(pkg):
             owner, values = replaced(pkg)
             scope.set_attr(owner, "values", values)
             return
