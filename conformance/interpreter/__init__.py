@@ -98,6 +98,7 @@ def prepare() -> Prepared | None:
 
         done = plan(module, asked)
         language.read_numbers(module)
+        language.read_masks(module)
         arithmetic.install(module)
         if done.accelerated:
             language.accelerate(module)

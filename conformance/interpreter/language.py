@@ -65,6 +65,26 @@ def read_numbers(interpreter: ModuleType) -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor  # type: ignore[attr-defined]
 
 
+def read_masks(interpreter: ModuleType) -> None:
+    """Allow integers as the mask of an access to memory. Triton makes a block of integers of a comparison of two
+    numbers, and Triton 3.9 refuses it as a mask. So this is a repair too.
+    """
+    builder, handle, truth = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl.int1
+
+    def repaired(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @wraps(original)
+        def access(self: Any, *arguments: Any, **named: Any) -> Any:
+            mask = arguments[place].data
+            if mask.dtype != bool:
+                arguments = (*arguments[:place], handle(mask.astype(bool), truth), *arguments[place + 1 :])
+            return original(self, *arguments, **named)
+
+        return access
+
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        setattr(builder, name, repaired(getattr(builder, name), place))
+
+
 def _convert_quickly(interpreter: ModuleType) -> None:
     """Convert between float32 and bfloat16 by shifts, without subnormal numbers, which the interpreter gets wrong."""
     if not has_sources(interpreter, CONVERSIONS):
