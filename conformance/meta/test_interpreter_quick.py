@@ -18,6 +18,7 @@ import triton.language as tl
 
 from kvtwin.conformance import interpreter
 from kvtwin.conformance.interpreter import arrays, functions, internals, language, launch
+from kvtwin.conformance.interpreter.tape import Recorder
 
 INTERPRETED = interpreter.interprets(triton.language.standard)
 if INTERPRETED and not interpreter.prepare().accelerated:
@@ -95,6 +96,21 @@ if INTERPRETED:
 
         for argument in (given, given[1:] if isinstance(given, torch.Tensor) else given):
             assert seen(ours, argument) == seen(original, argument)
+
+    def test_a_language_that_is_patched_while_a_call_is_recorded_has_tapes(monkeypatch):
+        """Otherwise its functions pass the recorder by in Triton 3.6, and later calls get no tapes."""
+
+        def patched():
+            scope = module._LangPatchScope()
+            module._patch_builtin(tl.core, module.interpreter_builder, scope)
+            try:
+                return tl.core.add
+            finally:
+                scope.restore()
+
+        usual = patched()
+        monkeypatch.setattr(module.interpreter_semantic, "builder", Recorder(module.interpreter_builder, []))
+        assert patched() is usual
 
     @triton.jit
     def _library(floats, halves, wholes, mask, out, whole_out, SIZE: tl.constexpr):
