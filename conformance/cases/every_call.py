@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...reference.contract import Pages
-from .. import registry
 from ...reference.contract.scales import FP8
+from .. import registry
 from ..discovery import Pair
 from . import tiny
 from .paged_view import PagedLayout

@@ -14,9 +14,9 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-from .internals import MODULE, VERSIONS, problems
+from .internals import MODULE, VERSIONS, parts_off, problems
 
-__all__ = ["FALSE", "INTERPRET", "MODULE", "VARIABLE", "Prepared", "interprets", "mode", "prepare", "turn_on"]
+__all__ = ["FALSE", "INTERPRET", "MODULE", "VARIABLE", "Prepared", "interprets", "mode", "plan", "prepare", "turn_on"]
 
 #: The environment variable that selects the mode, and its values. The first mode is the default.
 VARIABLE = "KVTWIN_INTERPRETER"
@@ -30,13 +30,15 @@ FALSE = ("", "0", "false", "off", "no", "n")
 class Prepared:
     """What `prepare` did in this process. ``str`` returns one line for the user.
 
-    problems: why the accelerator is off although it was asked for. doubts: why results may depend on the CPU.
+    problems: why the accelerator is off although it was asked for. doubts: why results may depend on the CPU. off: the
+    parts that the accelerator does without.
     """
 
     mode: str
     version: str
     problems: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
 
     @property
     def accelerated(self) -> bool:
@@ -44,12 +46,14 @@ class Prepared:
 
     @property
     def in_order(self) -> bool:
-        """Whether there are neither problems nor doubts."""
-        return not self.problems and not self.doubts
+        """Whether there are neither problems nor doubts, and no part is off."""
+        return not self.problems and not self.doubts and not self.off
 
     def __str__(self) -> str:
         if self.accelerated:
-            said = f"accelerated ({VARIABLE}=plain turns this off)"
+            differs = f": triton {self.version} differs from {VERSIONS}"
+            without = f" in part, without {', '.join(self.off)}{differs}" if self.off else ""
+            said = f"accelerated{without} ({VARIABLE}=plain turns this off)"
         elif self.mode == "plain":
             said = f"plain ({VARIABLE}=plain)"
         else:
@@ -92,15 +96,24 @@ def prepare() -> Prepared | None:
     if done is None:
         from . import arithmetic, language
 
-        doubts = arithmetic.problems(module)
-        found = problems(module) + doubts if asked == "fast" else []
-        done = Prepared(asked, importlib.import_module("triton").__version__, tuple(found), tuple(doubts))
+        done = plan(module, asked)
         language.read_numbers(module)
+        language.read_masks(module)
         arithmetic.install(module)
         if done.accelerated:
             language.accelerate(module)
         module._kvtwin = done  # type: ignore[attr-defined]
     return done
+
+
+def plan(module: ModuleType, asked: str) -> Prepared:
+    """What `prepare` does in this mode with the module of an interpreter."""
+    from . import arithmetic
+
+    doubts = arithmetic.problems(module)
+    found = problems(module) + doubts if asked == "fast" else []
+    off = parts_off(module) if asked == "fast" and not found else []
+    return Prepared(asked, importlib.import_module("triton").__version__, tuple(found), tuple(doubts), tuple(off))
 
 
 def _interpreter() -> ModuleType | None:

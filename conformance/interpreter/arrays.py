@@ -355,7 +355,9 @@ class _Writer:
 
     def _create_masked_store(
         self, _: Any, real: Any, pointers: Value, value: Value, mask: Value, *policies: Value
-    ) -> Value:
+    ) -> Value | None:
+        if mask.numpy_type != TRUTH:
+            return None
         return self._stored(real, pointers, value, self._array(mask))
 
     def _create_store(self, _: Any, real: Any, pointers: Value, value: Value, *policies: Value) -> Value:

@@ -2,7 +2,8 @@
 
 The accelerator replaces private functions of ``triton.runtime.interpreter`` and reimplements some of them. It is right
 only for the versions of these functions in triton 3.6 to 3.9. `problems` compares the installed interpreter with them.
-If there is any difference, the accelerator is not applied.
+If there is any difference, the accelerator is not applied. `parts_off` does the same for the parts that can be left
+out.
 """
 
 from __future__ import annotations
@@ -65,29 +66,40 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "interpreter_semantic.binary_op_sanitize_overflow_impl": ("1ad65a10738d", "bdd7f3e24aa6"),
 }
 
-# The same for some parts of the accelerator, with the sources of triton 3.7. With other sources, the accelerator does
-# without the part.
+# The same for some parts of the accelerator. With other sources, the accelerator does without the part.
 #: Of the conversion of a kernel's arguments (launch.py).
-ARGUMENTS: dict[str, tuple[str, ...]] = {"_implicit_cvt": ("e58261856433",)}
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "_implicit_cvt": ("d1b53b293c6d", "e58261856433", "b2bbf80db753", "a1cebff767fb")
+}
 #: Of loads and stores without a mask (arrays.py).
 ACCESSES: dict[str, tuple[str, ...]] = {
-    "InterpreterBuilder.create_load": ("a628dfaacddb",),
-    "InterpreterBuilder.create_store": ("6d7b40e4a4b3",),
+    "InterpreterBuilder.create_load": ("a628dfaacddb", "4881c2c136dd"),
+    "InterpreterBuilder.create_store": ("6d7b40e4a4b3", "8ab47bc84a2b"),
 }
 #: Of conversions from and to bfloat16 (language.py).
-CONVERSIONS: dict[str, tuple[str, ...]] = {"_convert_float": ("b466f779f6e2",)}
+CONVERSIONS: dict[str, tuple[str, ...]] = {"_convert_float": ("b466f779f6e2", "65dc886a93b2")}
 #: Of the standard library's functions (functions.py).
 REDUCTIONS: dict[str, tuple[str, ...]] = {
     "_patch_reduce_scan": ("ff294418b913",),
-    "ReduceScanOpInterface": ("76e674f4f1ba",),
-    "ReduceOps": ("0025368fbc9a",),
-    "ScanOps": ("d2573a0e289b",),
+    "ReduceScanOpInterface": ("06d8d210ee9a", "76e674f4f1ba", "2b5e07135ed9"),
+    "ReduceOps": ("0025368fbc9a", "7794770a3301"),
+    "ScanOps": ("d2573a0e289b", "edee99fad965"),
 }
+#: These parts, by the names that the header of a run gives them.
+PARTS = {
+    "the conversion of arguments": ARGUMENTS, "loads and stores without a mask": ACCESSES,
+    "conversions of bfloat16": CONVERSIONS, "the standard library": REDUCTIONS,
+}  # fmt: skip
 
 
 def has_sources(interpreter: ModuleType, sources: dict[str, tuple[str, ...]]) -> bool:
     """Whether all of these functions and classes are in the interpreter, with known sources."""
     return all(digest(lookup(interpreter, name)) in known for name, known in sources.items())
+
+
+def parts_off(interpreter: ModuleType) -> list[str]:
+    """The names of the parts that the accelerator does without for this interpreter."""
+    return [name for name, sources in PARTS.items() if not has_sources(interpreter, sources)]
 
 
 def problems(interpreter: ModuleType) -> list[str]:

@@ -65,6 +65,26 @@ def read_numbers(interpreter: ModuleType) -> None:
     interpreter._patch_lang_tensor = patch_lang_tensor  # type: ignore[attr-defined]
 
 
+def read_masks(interpreter: ModuleType) -> None:
+    """Allow integers as the mask of an access to memory. Triton makes a block of integers of a comparison of two
+    numbers, and Triton 3.9 refuses it as a mask. So this is a repair too.
+    """
+    builder, handle, truth = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl.int1
+
+    def repaired(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        @wraps(original)
+        def access(self: Any, *arguments: Any, **named: Any) -> Any:
+            mask = arguments[place].data
+            if mask.dtype != bool:
+                arguments = (*arguments[:place], handle(mask.astype(bool), truth), *arguments[place + 1 :])
+            return original(self, *arguments, **named)
+
+        return access
+
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        setattr(builder, name, repaired(getattr(builder, name), place))
+
+
 def _convert_quickly(interpreter: ModuleType) -> None:
     """Convert between float32 and bfloat16 by shifts, without subnormal numbers, which the interpreter gets wrong."""
     if not has_sources(interpreter, CONVERSIONS):
@@ -244,6 +264,7 @@ def _remember(interpreter: ModuleType) -> None:
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype, interpreter.tl)  # type: ignore[attr-defined]
     builtins, one = interpreter._patch_builtin, interpreter._patch_attr
     semantic = interpreter.interpreter_semantic
+    own = semantic.builder  # while a call is recorded, the semantic has another one
     tapes = Tapes(semantic, interpreter.tl, Compiler(interpreter))
 
     @cache
@@ -262,7 +283,7 @@ def _remember(interpreter: ModuleType) -> None:
 
     @wraps(builtins)
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
-        if semantic.builder is builder and members(pkg):
+        if builder is own and members(pkg):
             owner, values = replaced(pkg)
             scope.set_attr(owner, "values", values)
             return

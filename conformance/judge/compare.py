@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .. import capabilities, stats
 from ...reference.contract.scales import FP8
+from .. import capabilities, stats
 from .mismatch import UNBOUNDED, first, unravel
 from .mismatch import Fail as Fail
 from .mismatch import JudgeError as JudgeError

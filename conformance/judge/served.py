@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
-from .. import capabilities, stats
 from ...reference.contract.scales import FP8
+from .. import capabilities, stats
 from ..cases import draws, strategies, supported
 from ..cases.case import Case
 from ..cases.state_trace import StateTrace

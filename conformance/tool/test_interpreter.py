@@ -47,6 +47,14 @@ def _counting_kernel(count, target):
     tl.store(target, total)
 
 
+@triton.jit
+def _masked_kernel(source, target, count, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    x = tl.load(source + index, mask=(index < 3) & (count > 1), other=7)
+    tl.store(target + index, x, mask=(index < 4) & (count > 0))
+    tl.atomic_add(target + index, 2.0, mask=(index < 2) & (count < 2))
+
+
 def run(count: int = 5) -> torch.Tensor:
     x = torch.linspace(-3, 4, count)
     target = torch.full_like(x, torch.nan)
@@ -225,6 +233,14 @@ if INTERPRETED:
         target = torch.zeros(1, dtype=torch.int32)
         _counting_kernel[(1,)](torch.tensor([3], dtype=torch.int32), target)
         assert target.tolist() == [6]
+
+    @pytest.mark.parametrize(("count", "expected"), [(0, [2, 2, 0, 0, 0]), (1, [9, 9, 7, 7, 0]), (2, [1, 1, 1, 7, 0])])
+    def test_a_comparison_of_numbers_is_a_mask(count, expected):
+        """Triton makes a block of integers of it, which Triton 3.9 refuses as a mask."""
+        for _ in range(2):  # recorded, then played
+            target = torch.zeros(5)
+            _masked_kernel[(1,)](torch.ones(8), target, count, SIZE=8)
+            assert target.tolist() == expected
 
     @accelerated
     def test_the_accelerator_is_in_force_here():

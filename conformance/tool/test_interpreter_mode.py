@@ -7,6 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
+from itertools import chain
 from types import ModuleType
 
 import pytest
@@ -116,10 +117,26 @@ if INTERPRETED:
         (problem,) = internals.problems(module)
         assert problem.startswith(f"{name} ")
 
+    @pytest.mark.parametrize(
+        ("part", "name"), [(part, name) for part, sources in internals.PARTS.items() for name in sources]
+    )
+    def test_the_line_names_a_part_with_another_source(monkeypatch, part, name):
+        module = sys.modules[interpreter.MODULE]
+        assert interpreter.plan(module, "fast") == Prepared("fast", triton.__version__), "all parts must be on"
+        owner, _, last = name.rpartition(".")
+        monkeypatch.setattr(internals.lookup(module, owner) if owner else module, last, lambda other: other)
+        planned = interpreter.plan(module, "fast")
+        assert not planned.in_order
+        assert environment.interpreter_line(planned) == (
+            f"kvtwin interpreter: accelerated in part, without {part}: triton {triton.__version__} differs from "
+            f"{internals.VERSIONS} (KVTWIN_INTERPRETER=plain turns this off)"
+        )
+        assert str(interpreter.plan(module, "plain")) == "plain (KVTWIN_INTERPRETER=plain)"
+
     def test_what_is_replaced_leads_to_the_original():
         """So `problems` compares Triton's functions, not the replacements of this package."""
         module = sys.modules[interpreter.MODULE]
-        for name in internals.SOURCES:
+        for name in chain(internals.SOURCES, *internals.PARTS.values()):
             part = inspect.unwrap(internals.lookup(module, name))
             assert part.__module__.startswith("triton."), name
 
@@ -135,6 +152,11 @@ UNKNOWN = "import triton.runtime.interpreter as module\nmodule._patch_lang = lam
     [
         (Prepared("fast", "3.7.1"), "kvtwin interpreter: accelerated (KVTWIN_INTERPRETER=plain turns this off)"),
         (Prepared("plain", "3.7.1"), "kvtwin interpreter: plain (KVTWIN_INTERPRETER=plain)"),
+        (
+            Prepared("fast", "4.0", off=("a", "b")),
+            "kvtwin interpreter: accelerated in part, without a, b: triton 4.0 differs from 3.6 to 3.9 "
+            "(KVTWIN_INTERPRETER=plain turns this off)",
+        ),
     ],
 )
 def test_the_header_says_which_interpreter_runs(prepared, line):

@@ -1,5 +1,6 @@
 """What the accelerator computes itself, if Triton has the sources that it knows: functions of the standard library,
-loads and stores without a mask, and conversions of bfloat16. The bits are those of Triton's interpreter."""
+loads and stores without a mask, conversions of bfloat16 and of a kernel's arguments. The bits are those of Triton's
+interpreter."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import triton
 import triton.language as tl
 
 from kvtwin.conformance import interpreter
-from kvtwin.conformance.interpreter import functions, internals, language
+from kvtwin.conformance.interpreter import arrays, functions, internals, language, launch
+from kvtwin.conformance.interpreter.tape import Recorder
 
 INTERPRETED = interpreter.interprets(triton.language.standard)
 if INTERPRETED and not interpreter.prepare().accelerated:
@@ -26,14 +28,17 @@ if INTERPRETED and not interpreter.prepare().accelerated:
 def test_other_sources_are_left_alone():
     """Each part is left out for an interpreter with other sources."""
     other = SimpleNamespace(
-        _convert_float=len, InterpretedFunction=SimpleNamespace(), tl=SimpleNamespace(), _patch_reduce_scan=len
-    )
+        _convert_float=len, InterpretedFunction=SimpleNamespace(), tl=SimpleNamespace(core=tl.core),
+        _patch_reduce_scan=len, _implicit_cvt=len, TensorHandle=None, interpreter_builder=None, _interpreter=None,
+        __name__="other",
+    )  # fmt: skip
     before = dict(vars(other))
     language._convert_quickly(other)
     functions.tape_functions(other, None)
+    launch.remember_arguments(other)
     assert vars(other) == before
-    for sources in (internals.ACCESSES, internals.CONVERSIONS, internals.REDUCTIONS):
-        assert not internals.has_sources(other, sources)
+    assert not arrays.Compiler(other).methods & {"create_load", "create_store"}
+    assert internals.parts_off(other) == list(internals.PARTS)
 
 
 if INTERPRETED:
@@ -61,6 +66,51 @@ if INTERPRETED:
             shaped = given[:len(given) // 2 * 2].reshape(-1, 2)
             found, right = (convert(shaped, *kinds, None) for convert in (ours, original))
             assert (found.dtype, found.shape, found.tobytes()) == (right.dtype, right.shape, right.tobytes())
+
+    DTYPES = [
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+        torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+    ]  # fmt: skip
+    ARGUMENTS = [
+        *(base + step for base in (-(2**63), -(2**31), 0, 2**31, 2**32, 2**63) for step in (-1, 0, 1)),
+        *(torch.zeros(3, dtype=dtype) for dtype in DTYPES), True, False, 1.0, None, (1, torch.zeros(2)),
+    ]  # fmt: skip
+
+    @known(internals.ARGUMENTS)
+    @pytest.mark.parametrize("given", ARGUMENTS, ids=lambda given: str(getattr(given, "dtype", given)))
+    def test_arguments_are_converted_as_by_the_interpreter(given):
+        """The second time, numbers and types come from the caches."""
+        ours, original = module._implicit_cvt, inspect.unwrap(module._implicit_cvt)
+        assert ours is not original
+
+        def seen(convert, argument):
+            try:
+                found = convert(argument)
+            except Exception as error:
+                return repr(error)
+            parts = found if isinstance(found, (tuple, tl.tuple)) else [found]
+            return [
+                (part.type.name, part.handle.dtype.name, part.handle.data.dtype, part.handle.data.tolist())
+                if isinstance(part, tl.tensor) else part for part in parts
+            ]  # fmt: skip
+
+        for argument in (given, given[1:] if isinstance(given, torch.Tensor) else given):
+            assert seen(ours, argument) == seen(original, argument)
+
+    def test_a_language_that_is_patched_while_a_call_is_recorded_has_tapes(monkeypatch):
+        """Otherwise its functions pass the recorder by in Triton 3.6, and later calls get no tapes."""
+
+        def patched():
+            scope = module._LangPatchScope()
+            module._patch_builtin(tl.core, module.interpreter_builder, scope)
+            try:
+                return tl.core.add
+            finally:
+                scope.restore()
+
+        usual = patched()
+        monkeypatch.setattr(module.interpreter_semantic, "builder", Recorder(module.interpreter_builder, []))
+        assert patched() is usual
 
     @triton.jit
     def _library(floats, halves, wholes, mask, out, whole_out, SIZE: tl.constexpr):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ....reference.baselines import cake
-from ...cases.oracle import Attention, attend, upcast
 from ....reference.baselines.cake_prompt import SMALLEST
+from ...cases.oracle import Attention, attend, upcast
 from ..bounds import DIVISION, FLUSH, LOG, SLACK, UNIT, Interval, arithmetic, log_weight_error
 from ..bounds import gamma as roundings
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import stats
 from ....reference.contract.epikv.config import EpiKVConfig
+from ... import stats
 from ...cases.case import DecodeCase
 from ...cases.oracle import Attention, attend
 from ...cases.thought_cases import SparsityCase

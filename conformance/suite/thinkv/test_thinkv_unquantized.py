@@ -13,7 +13,6 @@ from kvtwin.conformance.cases.layouts import lay_out
 from kvtwin.conformance.cases.paged_cases import WHOLE, empty, leave, numbers
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same
-from kvtwin.reference.contract.thinkv.config import ThinKVConfig
 from kvtwin.reference.contract.thinkv.types import Thought
 
 pytestmark = pytest.mark.kind("equivalence")
