@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -19,7 +20,7 @@ from kvtwin.conformance.harness.page import details, page
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.meta.docs_source import docs_module
 from kvtwin.conformance.meta.report_sample import sample
-from kvtwin.fixtures import accuracy, accuracy_plot, tasks
+from kvtwin.fixtures import accuracy, accuracy_plot, counterfactual, needle, plotting, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan
 from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, shares_of, way
 from kvtwin.fixtures.decoder import DecoderConfig, frequencies
@@ -362,6 +363,17 @@ def test_states_that_rotate_get_vectors_without_rotation() -> None:
         key = attend.layers[0].key[0, :, :8]
         assert torch.equal(key, key[:, :1].expand_as(key)) == equal
     assert config.inv_freq == tuple(frequencies(model.config).tolist())
+
+
+@pytest.mark.parametrize(("module", "argument"), [
+    (accuracy, "--svg=a.svg"), (needle, "--svg=a.svg"), (counterfactual, "--store"),
+])  # fmt: skip
+def test_without_matplotlib_no_plot_is_promised(module: Any, argument: str, monkeypatch: Any, capsys: Any) -> None:
+    """The measurement takes minutes, so it does not begin."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        module.main([argument])
+    assert plotting.MISSING in capsys.readouterr().err
 
 
 @pytest.mark.slow
