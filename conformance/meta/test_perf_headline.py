@@ -70,7 +70,7 @@ def test_the_experiments_run_and_make_a_page(tmp_path, device, monkeypatch):
     assert len(text.splitlines()) == 2 + 16
     pytest.importorskip("matplotlib", reason="needs the extra plots")
     root = ElementTree.fromstring(page.svg("all", page.panels(result)))
-    assert [group.get("class") for group in root.iter("{*}g")].count("panel") == 8
+    assert [group.get("class") for group in root.findall(".//{*}g")].count("panel") == 8
 
     for folder in ("perf/baselines", "fixtures"):
         (tmp_path / folder).mkdir(parents=True)
