@@ -27,7 +27,7 @@ class Decode(NamedTuple):
     timed: str
 
 
-#: Methods whose benchmark is not `test_step[METHOD-B128-Hq32-S3200]`. Steps in this table are captured together.
+#: Methods whose benchmark is not `test_step[METHOD-B128-Hq32-S3200]`.
 DECODING = {
     "longflow": Decode("test_step[B128-Hq32-S3200]", STEP),
     "cake": Decode("test_step[B128-n3200]", STEP),
@@ -90,15 +90,16 @@ def benchmarks(run: Any) -> dict[tuple[str, str], Any]:
             if "milliseconds" in one["extra_info"]}  # fmt: skip
 
 
+def decode_of(method: str) -> Decode:
+    return DECODING.get(method, Decode(f"test_step[{method}-B128-Hq32-S3200]", STEP))
+
+
 def stored_decoding(run: Any) -> dict[str, Any]:
     """The benchmark that stands for each method's decoding, as far as this run has it."""
     found = benchmarks(run)
     methods = dict.fromkeys(group for group, _ in found if group)
-    named = {method: DECODING.get(method, Decode(f"test_step[{method}-B128-Hq32-S3200]", STEP)) for method in methods}
-    return {
-        method: found[method, decode.benchmark] for method, decode in named.items()
-        if (method, decode.benchmark) in found
-    }
+    chosen = {method: (method, decode_of(method).benchmark) for method in methods}
+    return {method: found[key] for method, key in chosen.items() if key in found}
 
 
 def decoding(runs: Mapping[str, Any]) -> Iterable[list[str]]:
@@ -106,7 +107,7 @@ def decoding(runs: Mapping[str, Any]) -> Iterable[list[str]]:
     stored = [stored_decoding(run) for run in runs.values()]
     targets = {(method, key): asked["ratio.cudnn"] for (method, key), asked in bars().items() if "ratio.cudnn" in asked}
     for method in sorted({method for found in stored for method in found}):
-        decode = DECODING.get(method, Decode(f"test_step[{method}-B128-Hq32-S3200]", STEP))
+        decode = decode_of(method)
         key = decode.benchmark.removeprefix("test_").replace(f"[{method}-", "[")
         target = targets.get((method, key))
         yield [
