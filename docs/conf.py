@@ -31,6 +31,7 @@ html_show_copyright = False
 
 def setup(app):
     app.connect("builder-inited", lambda app: generate.write(Path(app.srcdir) / "reference"))
+    app.connect("builder-inited", lambda app: generate.performance.write())
     app.connect("source-read", link_claims)
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from . import power, wording
-from .page.markup import of_bound
 from .verdict import CONVENTION, RIGHT, WRONG, Judgement, MethodVerdict
 
 COLUMNS = ("property", "verdict", "judged", "wrong (95 %)", "of bound", "")
@@ -40,7 +39,7 @@ def _row(method: str, name: str, judged: Judgement) -> tuple[str, ...]:
         counts = f"{judged.wrong} wrong" + (f", {judged.decisive} of {judged.decisions}" if judged.decisions else "")
     fewer = power.fewer_than(judged.limit)
     worst = max(judged.worst.items(), key=lambda pair: pair[1], default=None)
-    used = "-" if worst is None else f"{of_bound(worst[1], judged.unbounded)} ({worst[0]})"
+    used = "-" if worst is None else f"{wording.of_bound(worst[1], judged.unbounded)} ({worst[0]})"
     says = judged.why
     if name == "traces" and judged.verdict == RIGHT:
         says = f"none wrong, {judged.adjudicated} different but legal"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import re
 import traceback
 from pathlib import Path
@@ -37,6 +38,16 @@ def without(message: str, field: str | None) -> str:
 def counted(count: int, what: str) -> str:
     """ "1 test", "2 tests"."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def of_bound(fraction: float | None, unbounded: str | None = None) -> str:
+    """An error as a fraction of its bound; None, or infinite: it is no finite one, for the reason `unbounded`
+    (judge.mismatch)."""
+    if fraction is None or not math.isfinite(fraction):
+        return unbounded or "unbounded"
+    if fraction <= 1:
+        return f"{100 * fraction:.3g} %"
+    return f"{fraction:,.0f} times" if 100 < fraction < 1e7 else f"{fraction:.3g} times"
 
 
 def plainly(error: BaseException, tests: Path) -> str:

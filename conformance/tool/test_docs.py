@@ -207,6 +207,23 @@ def test_the_reference_shows_what_is_stored():
                 assert f"`{one['name'].removeprefix('test_')}`" in made["results/benchmarks.md"]
 
 
+def test_the_page_on_performance_is_what_is_stored():
+    """It is in the repository. A build of the documentation writes it again."""
+    page = (DOCS / generate.performance.PAGE).read_text(encoding="utf-8")
+    assert page == generate.performance.page(), "build the documentation"
+    assert len(page.encode()) <= 6000
+    decoding = page.partition("## Prompts")[0]
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in decoding.splitlines() if line.startswith("| ")}
+    assert {pair.name for pair in discovery.built_in() if pair.state} <= rows.keys(), "a method without a stored time"
+    for _, run in generate.stored.baselines():
+        assert run["machine_info"]["gpu"] in page
+        (step,) = (one["extra_info"] for one in run["benchmarks"] if (one["group"], one["name"]) == (
+            "longflow", "test_step[B128-Hq32-S3200]"))  # fmt: skip
+        assert f" {step['milliseconds']:#.3g} ({step['peers'][step['strongest']]['ratio']:#.3g}) |" in rows["longflow"]
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    assert (DOCS / generate.performance.PLOT).read_text(encoding="utf-8") == generate.performance.plot()
+
+
 def test_pages_are_written_once_and_old_ones_go(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "pages", lambda: {"methods/new.md": "# new\n"})
     (tmp_path / "methods").mkdir()

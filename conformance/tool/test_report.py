@@ -6,7 +6,9 @@ import html.parser
 import json
 import math
 import re
+import sys
 from typing import Any
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
@@ -20,8 +22,10 @@ from kvtwin.conformance.judge.mismatch import UNBOUNDED
 from kvtwin.conformance.judge.properties import ALL, EXPECTED, PAGES, PROPERTIES
 from kvtwin.conformance.lab.docs_source import DOCS
 from kvtwin.conformance.tool.report_sample import HOSTILE, LONG, failed, other, passed, sample
+from kvtwin.fixtures import plotting
 
 Validator = jsonschema.Draft202012Validator
+needs_plots = pytest.mark.skipif(not plotting.available(), reason="needs the extra plots")
 
 
 def strict(schema: Any) -> Any:
@@ -216,6 +220,19 @@ def test_a_page_without_verdict_says_so(implementation, says):
     assert "Plots" not in text, "a plot without data is left out"
 
 
+@needs_plots
+def test_a_report_without_matplotlib_says_how_to_have_plots(monkeypatch):
+    report = sample([*passed(44), *failed("output")])
+    with_plots = Page(page(report))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    without = Page(page(report))
+    assert without.text.count(plotting.MISSING) == 1 and plotting.MISSING not in with_plots.text
+    tables = [[tag for tag, _ in one.tags].count("table") for one in (with_plots, without)]
+    assert tables[0] == tables[1] > 4
+    assert "svg" not in {tag for tag, _ in without.tags}
+    assert plotting.MISSING not in page(sample([])), "nothing would be drawn"
+
+
 def test_stored_results_are_on_the_page_of_our_own_implementation_alone():
     ours, theirs = (Page(page(sample(passed(44), implementation=one))).text for one in (None, "json"))
     for title in ("Accuracy over budget, as stored", "One pair in a context", "headline experiments, as stored"):
@@ -275,6 +292,14 @@ def test_a_page_of_8000_tests_is_below_a_megabyte(found, implementation):
 # --- plots ---
 
 
+def points(made, kind):
+    """The corners of the first path of a kind."""
+    (group,) = (one for one in ElementTree.fromstring(made).iter("g") if one.get("class") == kind)
+    numbers = [float(one) for one in re.findall(r"-?[0-9.]+", group.find("path").get("d"))]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+@needs_plots
 def test_plots_have_a_text_alternative_that_says_the_numbers():
     made = Page(page(sample([one for one in [*passed(440), *failed("output")] if one.method == "longflow"])))
     drawn = [attributes for tag, attributes in made.tags if tag == "svg"]
@@ -300,38 +325,55 @@ def test_a_plot_takes_the_largest_error_and_that_of_a_failed_test():
     assert plots.drift(tests, "longflow") == {0: 0.001, 1: 0.002, 2: 0.003}
 
 
+@needs_plots
 def test_a_step_beyond_the_bound_is_in_the_marked_area():
-    """Up to 26 + 65 of the height, where the bound is, half-way between 1e-1 and 1e1."""
-    made = plots.drift_plot("longflow", {0: 0.5, 1: 2.0, 2: float("inf")})
+    """The area ends where the bound is, half-way between 1e-1 and 1e1."""
+    made = plots.drift_plot("longflow", {0: 0.5, 1: 2.0, 2: float("inf")}).drawn
     assert "step 0: 50 %; step 2: unbounded; the largest, at step 2: unbounded" in made
-    made = plots.drift_plot("longflow", {0: 0.5, 1: 2.0})
-    (line,) = re.findall(r'class="drift" d="M([^"]*)"', made)
-    (_, right), (_, wrong) = (map(float, point.split()) for point in line.split("L"))
-    assert wrong < 26 + 65 < right
-    assert '<rect class="beyond" x="76" y="26" width="416" height="65.0"/>' in made
-    assert plots.drift_plot("longflow", {0: 0.5}) == "", "one step is no trace"
+    made = plots.drift_plot("longflow", {0: 0.5, 1: 2.0}).drawn
+    ((_, right), (_, wrong)), area, (bound, _) = (points(made, kind) for kind in ("drift", "beyond", "bound"))
+    assert wrong < bound[1] < right
+    assert {y for _, y in area} == {26, bound[1]} and {x for x, _ in area} == {76, 492}
+    assert bound[1] == 26 + 65
+    assert plots.drift_plot("longflow", {0: 0.5}) is None, "one step is no trace"
 
 
+@needs_plots
 @pytest.mark.parametrize("unbounded", UNBOUNDED)
 def test_an_error_without_a_finite_share_is_named_beside_the_scale(unbounded):
     """The scale ends with the finite errors, and its labels are inside of the plot."""
     made = plots.errors_plot("longflow", {("accuracy", "output"): {
         "float32": (0.5, ""), "float16": (math.inf, unbounded), "bfloat16": (math.inf, unbounded),
-    }})
+    }}).drawn
     assert f">{unbounded}</text>" in made and f"float16 {unbounded}, bfloat16 {unbounded}" in made
-    ticks = re.findall(r'x="([0-9.]+)" y="[0-9.]+" text-anchor="middle">([^<]*)<', made)
+    ticks = re.findall(r'<text x="([0-9.]+)" [^>]*text-anchor="middle"[^>]*>([^<]*)<', made)
     assert [label for _, label in ticks] == ["1e-6", "1e-4", "1e-2", "bound", "1e2"]
-    end = plots.RIGHT - plots.BESIDE
+    (end, _), _ = points(made, "end")
     assert all(plots.LEFT - 20 < float(x) < end for x, _ in ticks)
     beside = [float(x) for x in re.findall(r'translate\(([0-9.]+) ', made) if float(x) > end]
     assert len(set(beside)) == 2, "one mark for each dtype"
-    assert "steps with NaN" in plots.drift_plot("longflow", {0: 0.5, 1: 0.5, 2: math.inf})
-    assert 'd="M' in plots.drift_plot("longflow", {0: math.inf, 1: math.inf})
+    assert made.count(f"16: {unbounded}</title>") == 2, "a mark has a name"
+    plot = plots.drift_plot("longflow", {0: 0.5, 1: 0.5, 2: math.inf})
+    assert "steps with NaN" in plot.caption and plot.drawn.count('class="mark"') == 1
+    plot = plots.drift_plot("longflow", {0: math.inf, 1: math.inf})
+    assert plot.drawn.count('class="mark"') == 2 and 'class="drift"' not in plot.drawn
 
 
 def test_a_plot_without_data_is_left_out():
-    assert plots.errors_plot("longflow", {}) == ""
-    assert plots.shapes_plot("longflow", {}) == ""
-    assert plots.drift_plot("longflow", {}) == ""
+    assert plots.errors_plot("longflow", {}) is None
+    assert plots.shapes_plot("longflow", {}) is None
+    assert plots.drift_plot("longflow", {}) is None
     nothing = sample([one for one in passed(11) if one.method == "longflow"])["verdicts"]["longflow"]
-    assert plots.decisive_plot("longflow", {name: one | {"decisions": 0} for name, one in nothing.items()}) == ""
+    assert plots.decisive_plot("longflow", {name: one | {"decisions": 0} for name, one in nothing.items()}) is None
+
+
+@needs_plots
+def test_a_plot_is_the_same_whenever_it_is_drawn_and_stands_for_itself():
+    """No dates, no ids, nothing to load; fonts are the reader's, and colours follow the page."""
+    found = {("ties", "<$x$> \u4e2d\x00\ud800"): {"float16": (0.5, "")}}
+    made = plots.errors_plot("longflow", found).drawn
+    assert plots.errors_plot("longflow", found).drawn == made
+    assert not re.search(r" id=|href|url\(|style=|<script|<image|20[0-9]{2}-", made)
+    root = ElementTree.fromstring(made)
+    assert "ties <$x$> \u4e2d\\x00\\ud800" in {text.text for text in root.iter("text")}
+    assert {one.get("fill") for one in root.iter("text")} == {"currentColor", "var(--wrong, #d55e00)"}

@@ -1,8 +1,9 @@
 """Write the generated part of the reference: pages that follow from code, ledgers and stored results.
 
-Each build of the documentation does it: `write` makes docs/reference/{methods,api,results,commands}. Nothing in these
-folders is edited by hand. Prose about a method is in docs/notes/NAME.md and is included at the top of its page. A
-baseline may have no such file: its page then begins with the docstring of its reference.
+Each build of the documentation does it: `write` makes docs/reference/{methods,api,results,commands}, and
+`performance.write` the page on performance. Nothing in these folders is edited by hand. Prose about a method is in
+docs/notes/NAME.md and is included at the top of its page. A baseline may have no such file: its page then begins with
+the docstring of its reference.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import claims_plot
+from . import performance as performance
 from .api import api_page
 from .commands import command_pages
 from .markdown import index

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 200, 64, 52, 84  # of a panel, and around it
-STYLE = """
-.kv-claims { color: #1b1f24; font: 12px system-ui, sans-serif; max-width: 100%; height: auto }
-.kv-claims text { fill: currentColor } .kv-claims .line { fill: none; stroke-width: 2; stroke: #0072b2 }
-.kv-claims .claimed { fill: none; stroke-width: 2; stroke: #d55e00; stroke-dasharray: 6 4 }
-.kv-claims .axis { stroke: currentColor; stroke-opacity: .25 }
-@media (prefers-color-scheme: dark) { .kv-claims { color: #dde3ea } }
-"""
 Points = Sequence[tuple[float, float]]
 
 
@@ -85,36 +78,22 @@ def misses() -> Panel:
 
 def svg() -> str:
     """The panels side by side, and a legend."""
-    panels = (misses(), live_tokens(), first_window())
-    width, height = LEFT + len(panels) * (WIDTH + GAP), TOP + HEIGHT + 70
-    label = "Three counterexamples: " + "; ".join(panel.title for panel in panels)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="kv-claims" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img" aria-label="{label}"><title>{label}</title><style>{STYLE}</style>'
-    ]
-    for number, panel in enumerate(panels):
-        parts += _panel(panel, LEFT + number * (WIDTH + GAP))
-    below = TOP + HEIGHT + 60
-    for x, kind, text in ((LEFT, "line", "what happens"), (LEFT + 160, "claimed", "what the paper claims")):
-        parts.append(f'<path class="{kind}" d="M {x} {below} h 24"/><text x="{x + 30}" y="{below + 4}">{text}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    from kvtwin.fixtures import plotting
+
+    shown = (misses(), live_tokens(), first_window())
+
+    def draw(figure: Any) -> None:
+        for panel, axes in zip(shown, plotting.panels(figure, 3, 3, left=64, bottom=78, across=84), strict=True):
+            axes.plot(*zip(*panel.claimed, strict=True), "--", color=plotting.COLOURS[1], label="what the paper claims")
+            axes.plot(*zip(*panel.line, strict=True), color=plotting.COLOURS[0], label="what happens")
+            for axis, ticks in zip((axes.xaxis, axes.yaxis), panel.ticks, strict=True):
+                axis.set_ticks(list(ticks), labels=list(ticks.values()))
+            axes.set(title=panel.title, xlabel=panel.across, xlim=_ends(panel.ticks[0]), ylim=_ends(panel.ticks[1]))
+            axes.grid(axis="y")
+        figure.legend(*axes.get_legend_handles_labels(), loc="lower left", ncols=2, bbox_to_anchor=(0.05, 0))
+
+    return plotting.svg("Three counterexamples: " + "; ".join(panel.title for panel in shown), (1150, 310), draw)
 
 
-def _panel(panel: Panel, left: float) -> Iterator[str]:
-    (first, last), (low, high) = ((min(ticks), max(ticks)) for ticks in panel.ticks)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return left + WIDTH * (x - first) / (last - first), TOP + HEIGHT * (high - y) / (high - low)
-
-    def path(points: Points) -> str:
-        return "M " + " L ".join("{:.1f} {:.1f}".format(*place(x, y)) for x, y in points)
-
-    yield f'<text x="{left}" y="{TOP - 18}" font-weight="600">{panel.title}</text>'
-    for y, text in panel.ticks[1].items():
-        at = place(first, y)[1]
-        yield f'<path class="axis" d="M {left} {at:.1f} h {WIDTH}"/>'
-        yield f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'
-    for x, text in panel.ticks[0].items():
-        yield f'<text x="{place(x, low)[0]:.1f}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{text}</text>'
-    yield f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 36}" text-anchor="middle">{panel.across}</text>'
-    yield f'<path class="claimed" d="{path(panel.claimed)}"/><path class="line" d="{path(panel.line)}"/>'
+def _ends(ticks: dict[float, str]) -> tuple[float, float]:
+    return min(ticks), max(ticks)

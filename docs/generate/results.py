@@ -116,14 +116,22 @@ def bars_table(machine: str, run: Any) -> str:
     """What perf/thresholds asks for, beside what was measured."""
     measured = {_gate(one): one["extra_info"] for one in run["benchmarks"]}
     rows = []
-    for path in sorted((ROOT / "perf" / "thresholds").glob("*.toml")):
-        for key, bar in tomllib.loads(path.read_text(encoding="utf-8")).items():
-            info = measured.get((path.stem, key))
-            for what, asked in _flat(bar.get("bar", {})):
-                found = None if info is None else _measured(info, what, machine)
-                if found is not None:
-                    rows.append([f"`{path.stem}` `{key}`", escape(what), f"{found:.3g}", f"{asked:g}"])
+    for (file, key), bar in bars().items():
+        info = measured.get((file, key))
+        for what, asked in bar.items():
+            found = None if info is None else _measured(info, what, machine)
+            if found is not None:
+                rows.append([f"`{file}` `{key}`", escape(what), f"{found:.3g}", f"{asked:g}"])
     return markdown_table(["benchmark", "quantity", "measured", "bar"], rows) + "\n"
+
+
+def bars() -> dict[tuple[str, str], dict[str, float]]:
+    """What perf/thresholds asks for: (file, benchmark) -> quantity -> bar."""
+    return {
+        (path.stem, key): dict(_flat(gate.get("bar", {})))
+        for path in sorted((ROOT / "perf" / "thresholds").glob("*.toml"))
+        for key, gate in tomllib.loads(path.read_text(encoding="utf-8")).items()
+    }
 
 
 def _gate(one: dict[str, Any]) -> tuple[str, str]:

@@ -5,23 +5,20 @@ name: NaN, infinity, or "not exact" where the bound is 0."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
+from ....fixtures.plotting import BEYOND, NOTE, TEXT, WRONG, panels, shown, svg
 from ...judge.properties import PROPERTIES
-from ..verdict import WRONG
-from .markup import fold, name, of_bound, text
+from ..wording import of_bound
 
-WIDTH, LEFT, RIGHT, ROW, TOP = 500, 176, 492, 22, 26
-BESIDE = 84  # the width of the room for errors that are no finite multiples of their bounds, if there are some
-LEAST, MOST = 1e-6, 1e12  # errors beyond these are drawn here
-#: The shape of each dtype: a path around (0, 0).
-SHAPES = {
-    "float32": "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z", "float16": "M-4.5 -4.5h9v9h-9z",
-    "bfloat16": "M0 -5.5L5.5 4.5h-11z",
-}
-OTHER = "M0 -6L6 0L0 6L-6 0z"
-SHAPE_NAMES = {"float32": "circle", "float16": "square", "bfloat16": "triangle"}
+WIDTH, LEFT, ROW, TOP = 500, 176, 22, 26
+LEAST, MOST = -6, 12  # the powers of 10 between which errors are drawn
+#: The mark of each dtype, and its name.
+MARKS = {"float32": ("o", "circle"), "float16": ("s", "square"), "bfloat16": ("^", "triangle")}
+OTHER = "D", "diamond"
 
 #: The largest error as a fraction of its bound, and its name if that is infinite.
 Error = tuple[float, str]
@@ -29,23 +26,23 @@ Error = tuple[float, str]
 Errors = dict[tuple[str, str], dict[str, Error]]
 
 
-def figures(report: Mapping[str, Any]) -> list[str]:
+class Plot(NamedTuple):
+    drawn: Markup
+    caption: str
+
+
+def figures(report: Mapping[str, Any]) -> dict[str, list[Plot]]:
     """The plots of every method; a method without numbers has none."""
     found = {}
     for method, properties in report["verdicts"].items():
         tests = report["tests"]
-        drawn = [plot for plot in (
+        made = (
             errors_plot(method, errors(tests, method)), shapes_plot(method, shapes(tests, method)),
             drift_plot(method, drift(tests, method)), decisive_plot(method, properties),
-        ) if plot]
-        if drawn:
-            found[method] = f'<div class="plots">{"".join(drawn)}</div>'
-    if len(found) < 2:
-        return list(found.values())
-    return [
-        fold(text(method), drawn, shown=report["overall"][method]["verdict"] == WRONG)
-        for method, drawn in found.items()
-    ]
+        )
+        if any(made):
+            found[method] = [plot for plot in made if plot]
+    return found
 
 
 def errors(tests: Iterable[Mapping[str, Any]], method: str) -> Errors:
@@ -75,12 +72,12 @@ def _keep(row: dict[Any, Error], key: Any, used: float | None, unbounded: str | 
     row[key] = max(error, row.get(key, (0.0, "")))
 
 
-def errors_plot(method: str, found: Errors) -> str:
+def errors_plot(method: str, found: Errors) -> Plot | None:
     """Rows: property and field; marks: dtypes."""
     rows = {f"{judged.replace('_', ' ')} {field}".strip(): row for (judged, field), row in found.items()}
     dtypes = dict.fromkeys(dtype for row in rows.values() for dtype in row)
-    shapes = ", ".join(f"{SHAPE_NAMES.get(dtype, 'diamond')} {dtype}" for dtype in dtypes)
-    caption = f"The largest error as a fraction of its bound, by property and field ({shapes})."
+    marks = ", ".join(f"{MARKS.get(dtype, OTHER)[1]} {dtype}" for dtype in dtypes)
+    caption = f"The largest error as a fraction of its bound, by property and field ({marks})."
     return _rows_plot(f"{method}: largest errors over their bounds", rows, caption)
 
 
@@ -99,7 +96,7 @@ def shapes(tests: Iterable[Mapping[str, Any]], method: str) -> dict[str, Error]:
     return dict(sorted(found.items(), key=lambda pair: (order.find(pair[0][0]), int(pair[0].split()[1]))))
 
 
-def shapes_plot(method: str, found: Mapping[str, Error]) -> str:
+def shapes_plot(method: str, found: Mapping[str, Error]) -> Plot | None:
     """Rows: sizes."""
     names = {"D": "head dimension {}", "G": "group of {}", "S": "up to {} tokens"}
     rows = {names[size[0]].format(size.split()[1]): {"": used} for size, used in found.items()}
@@ -116,134 +113,116 @@ def drift(tests: Iterable[Mapping[str, Any]], method: str) -> dict[int, float]:
     return dict(sorted(found.items()))
 
 
-def drift_plot(method: str, found: Mapping[int, float]) -> str:
+def drift_plot(method: str, found: Mapping[int, float]) -> Plot | None:
     """Across: steps; up: errors over their bounds, logarithmic."""
     if len(found) < 2:
-        return ""
-    finite = {number: used for number, used in found.items() if math.isfinite(used)}
-    lowest, highest = (pick(map(_drawn, finite.values()), default=1.0) for pick in (min, max))
-    bottom, top = math.floor(min(math.log10(lowest), -1)), math.ceil(max(math.log10(highest), 1))
-    left, height, last = LEFT - 100, 130, max(found)
+        return None
+    finite = {number: _power(used) for number, used in found.items() if math.isfinite(used)}
+    bottom, top = math.floor(min([-1, *finite.values()])), math.ceil(max([1, *finite.values()]))
+    last = max(found)
 
-    def across(step: int) -> float:
-        return left + (RIGHT - left) * step / last
+    def draw(figure: Any) -> None:
+        (axes,) = panels(figure, 1, left=LEFT - 100, right=8, top=TOP, bottom=26)
+        axes.set(xlim=(0, last), ylim=(bottom, top))
+        axes.axhspan(0, top, color=BEYOND, linewidth=0, gid="beyond")
+        _powers(axes.yaxis, range(bottom, top + 1, max(1, math.ceil((top - bottom) / 5))))
+        axes.axhline(0, color=WRONG, linewidth=1.5, gid="bound")
+        axes.set_title("wrong: beyond the bound", loc="right", color=WRONG, fontweight="normal")
+        axes.plot(list(finite), list(finite.values()), color=NOTE, linewidth=1.5, gid="drift")
+        for number in found.keys() - finite.keys():
+            _mark(axes, number, top, OTHER[0], found[number], f"step {number}: {of_bound(found[number])}")
+        axes.set_xticks([0, last], ["step 0", f"step {last}"])
+        for label, side in zip(axes.get_xticklabels(), ("left", "right"), strict=True):
+            label.set_horizontalalignment(side)
 
-    def up(used: float) -> float:
-        return TOP + height * (top - math.log10(_drawn(used))) / (top - bottom)
-
-    parts = [
-        f'<rect class="beyond" x="{left}" y="{TOP}" width="{RIGHT - left}" height="{up(1) - TOP:.1f}"/>',
-        f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">wrong: beyond the bound</text>',
-    ]
-    step = max(1, math.ceil((top - bottom) / 5))
-    for power in sorted({0, *range(top, bottom - 1, -step)}):
-        style, label = ("bound", "bound") if power == 0 else ("grid", f"1e{power}")
-        parts.append(f'<path class="{style}" d="M{left} {up(10.0**power):.1f}H{RIGHT}"/>')
-        at = f'x="{left - 8}" y="{up(10.0**power) + 4:.1f}"'
-        parts.append(f'<text class="soft" {at} text-anchor="end">{label}</text>')
-    line = "L".join(f"{across(number):.1f} {up(used):.1f}" for number, used in finite.items())
-    parts += [f'<path class="drift" d="M{line}"/>'] if finite else []
-    parts += [
-        f'<path class="mark bad" transform="translate({across(number):.1f} {TOP})" d="{OTHER}">'
-        f"<title>step {number}: {of_bound(used)}</title></path>"
-        for number, used in found.items() if number not in finite
-    ]
-    for number, anchor in ((0, "start"), (last, "end")):
-        parts.append(
-            f'<text class="soft" x="{across(number):.1f}" y="{TOP + height + 16}" text-anchor="{anchor}">'
-            f"step {number}</text>"
-        )
     worst = max(found, key=lambda number: found[number])
     said = [f"step {number}: {of_bound(found[number])}" for number in (min(found), last)]
     said.append(f"the largest, at step {worst}: {of_bound(found[worst])}")
     caption = "The largest error of a state at each step of the recorded traces, as a fraction of its bound."
     if len(finite) < len(found):
         caption += " Diamonds at the top: steps with NaN, infinity, or an inexact number where the bound is 0."
-    return _figure(f"{method}: errors along a trace", said, TOP + height + 26, parts, caption)
+    return _plot(f"{method}: errors along a trace", said, TOP + 156, draw, caption)
 
 
-def decisive_plot(method: str, properties: Mapping[str, Mapping[str, Any]]) -> str:
+def decisive_plot(method: str, properties: Mapping[str, Mapping[str, Any]]) -> Plot | None:
     """A bar per property: the share of decisions that only one answer fits."""
-    rows = {judged: one for judged, one in properties.items() if one["decisions"]}
+    rows = {judged.replace("_", " "): one for judged, one in properties.items() if one["decisions"]}
     if not rows:
-        return ""
-    parts, said, full = [], [], 200
-    for number, (judged, one) in enumerate(rows.items()):
-        top = 6 + ROW * number
-        share = one["decisive"] / one["decisions"]
-        label = f"{one['decisive']:,} of {one['decisions']:,}"
-        parts += [
-            f'<text x="{LEFT}" y="{top + 15}" text-anchor="end">{name(judged)}</text>',
-            f'<rect class="rest" x="{LEFT + 8}" y="{top + 4}" width="{full}" height="{ROW - 8}"/>',
-            f'<rect class="mark" x="{LEFT + 8}" y="{top + 4}" width="{full * share:.1f}" height="{ROW - 8}"/>',
-            f'<text class="soft" x="{LEFT + full + 14}" y="{top + 15}">{label}</text>',
-        ]
-        said.append(f"{judged.replace('_', ' ')}: {label}, {100 * share:.3g} %")
+        return None
+    shares = [one["decisive"] / one["decisions"] for one in rows.values()]
+    labels = [f"{one['decisive']:,} of {one['decisions']:,}" for one in rows.values()]
+
+    def draw(figure: Any) -> None:
+        (axes,) = panels(figure, 1, left=LEFT, right=120, top=6, bottom=6)
+        axes.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5), xticks=[])
+        axes.barh(range(len(rows)), 1, 0.6, color=TEXT, alpha=0.2)
+        axes.barh(range(len(rows)), shares, 0.6, color=NOTE)
+        axes.set_yticks(range(len(rows)), list(rows))
+        for number, label in enumerate(labels):
+            axes.text(1.02, number, label, va="center")
+
+    said = [f"{name}: {label}, {100 * share:.3g} %" for name, label, share in zip(rows, labels, shares, strict=True)]
     caption = "Decisive decisions: those for which the error bounds leave one right answer. The others decide nothing."
-    return _figure(f"{method}: decisive share of the decisions", said, 12 + ROW * len(rows), parts, caption)
+    return _plot(f"{method}: decisive share of the decisions", said, 12 + ROW * len(rows), draw, caption)
 
 
-def _rows_plot(title: str, rows: Mapping[str, Mapping[str, Error]], caption: str) -> str:
+def _rows_plot(title: str, rows: Mapping[str, Mapping[str, Error]], caption: str) -> Plot | None:
     """Rows by label, marks by dtype, "" for none; the horizontal axis is logarithmic, with the bound at 1."""
     if not rows:
-        return ""
+        return None
     every = [error for row in rows.values() for error in row.values()]
-    largest = max((_drawn(used) for used, why in every if not why), default=1.0)
-    right = RIGHT - BESIDE if any(why for _, why in every) else RIGHT
-    decades = max(2, min(math.ceil(math.log10(largest)), 12))
-    lowest = round(math.log10(LEAST))
+    last = max([2, *(math.ceil(_power(used)) for used, why in every if not why)])
+    named = any(why for _, why in every)  # these have a third of the width, beside the scale
+    unit = (last - LEAST) / (200 if named else 300)
+    end = last + unit * (100 if named else 8)
 
-    def across(power: float) -> float:
-        return LEFT + 8 + (power - lowest) / (decades - lowest) * (right - LEFT - 24)
+    def draw(figure: Any) -> None:
+        (axes,) = panels(figure, 1, left=LEFT, right=8, top=TOP, bottom=26)
+        axes.set(xlim=(LEAST - 8 * unit, end), ylim=(len(rows) - 0.5, -0.5))
+        axes.axvspan(0, end, color=BEYOND, linewidth=0, gid="beyond")
+        step = 2 if 32 * unit <= 2 else 4  # a label takes 32
+        _powers(axes.xaxis, range(-(-LEAST // step) * step, last + 1, step))
+        axes.axvline(0, color=WRONG, linewidth=1.5, gid="bound")
+        if named:
+            axes.axvline(last + 8 * unit, color=TEXT, alpha=0.25, linewidth=1, gid="end")
+        axes.set_title("wrong: beyond the bound", loc="right", color=WRONG, fontweight="normal")
+        axes.set_yticks(range(len(rows)), [_short(shown(label)) for label in rows])
+        for number, (label, row) in enumerate(rows.items()):
+            beside = last + 4 * unit
+            for dtype, (used, why) in row.items():
+                beside += 14 * unit if why else 0
+                what = f"{label}, {dtype}: {of_bound(used, why)}" if dtype else f"{label}: {of_bound(used, why)}"
+                _mark(axes, beside if why else _power(used), number, MARKS.get(dtype, OTHER)[0], used, what)
+            names = [why for _, why in row.values() if why]
+            axes.text(beside + 9 * unit, number, min(names, default=""), va="center", color=WRONG)
 
-    height = TOP + ROW * len(rows) + 26
-    one, end = across(0), TOP + ROW * len(rows)
-    parts = [
-        f'<rect class="beyond" x="{one:.1f}" y="{TOP}" width="{RIGHT - one:.1f}" height="{end - TOP}"/>',
-        f'<text class="bad" x="{RIGHT}" y="{TOP - 8}" text-anchor="end">wrong: beyond the bound</text>',
+    said = [
+        f"{label}: " + ", ".join(f"{dtype} {of_bound(used, why)}".strip() for dtype, (used, why) in row.items())
+        for label, row in rows.items()
     ]
-    parts += [f'<path class="grid" d="M{right} {TOP}V{end}"/>'] if right < RIGHT else []
-    step = 2 if (decades - lowest) * 16 <= right - LEFT else 4  # a label takes 32
-    for power in range(-(-lowest // step) * step, decades + 1, step):
-        style, label = ("grid", f"{10.0**power:.0e}".replace("e-0", "e-").replace("e+0", "e"))
-        if power == 0:
-            style, label = "bound", "bound"
-        parts.append(f'<path class="{style}" d="M{across(power):.1f} {TOP}V{end}"/>')
-        parts.append(f'<text class="soft" x="{across(power):.1f}" y="{end + 16}" text-anchor="middle">{label}</text>')
-    said = []
-    for number, (label, row) in enumerate(rows.items()):
-        middle = TOP + ROW * number + ROW / 2
-        parts.append(f'<text x="{LEFT}" y="{middle + 4:.1f}" text-anchor="end">{text(_short(label))}</text>')
-        beside = right + 2
-        for dtype, (used, why) in row.items():
-            bad = " bad" if used > 1 else ""
-            what = f"{label}, {dtype}" if dtype else label
-            if why:
-                beside += 12
-            at = f"translate({beside if why else across(math.log10(_drawn(used))):.1f} {middle:.1f})"
-            parts.append(
-                f'<path class="mark{bad}" transform="{at}" d="{SHAPES.get(dtype, OTHER)}">'
-                f"<title>{text(f'{what}: {of_bound(used, why)}')}</title></path>"
-            )
-        names = [why for _, why in row.values() if why]
-        if names:
-            parts.append(f'<text class="bad" x="{beside + 8}" y="{middle + 4:.1f}">{text(min(names))}</text>')
-        said.append(
-            f"{label}: " + ", ".join(f"{dtype} {of_bound(used, why)}".strip() for dtype, (used, why) in row.items())
-        )
-    return _figure(title, said, height, parts, caption)
+    return _plot(title, said, TOP + ROW * len(rows) + 26, draw, caption)
 
 
-def _figure(title: str, said: Sequence[str], height: float, parts: Sequence[str], caption: str) -> str:
-    inside = "\n".join(parts)
-    return (
-        f'<figure><svg class="plot" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{text(title)}. '
-        f'{text("; ".join(said))}">\n{inside}\n</svg><figcaption>{text(title)}. {text(caption)}</figcaption></figure>\n'
-    )
+def _plot(title: str, said: Sequence[str], height: float, draw: Callable[[Any], None], caption: str) -> Plot:
+    made = svg(f"{title}. {'; '.join(said)}", (WIDTH, height), draw, inline=True)
+    return Plot(Markup(made), f"{title}. {caption}")
 
 
-def _drawn(used: float) -> float:
-    return min(max(used, LEAST), MOST)
+def _mark(axes: Any, x: float, y: float, mark: str, used: float, what: str) -> None:
+    """A mark, which says what it is if the pointer is on it."""
+    style = {"color": WRONG if used > 1 else NOTE, "alpha": 0.8, "markeredgewidth": 0}
+    axes.plot([x], [y], linestyle="", marker=mark, markersize=9, gid=f"mark|{shown(what)}", **style)
+
+
+def _powers(axis: Any, powers: Sequence[int]) -> None:
+    """Ticks for powers of 10, with the bound at 1."""
+    at = sorted({0, *powers})
+    axis.set_ticks(at, labels=[f"1e{power}" if power else "bound" for power in at])
+    axis.grid(True)
+
+
+def _power(used: float) -> float:
+    return min(max(math.log10(used), LEAST), MOST) if used > 0 else LEAST
 
 
 def _short(label: str, most: int = 24) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import html
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from markupsafe import escape
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.harness.page import details
+from kvtwin.conformance.harness.page import details, page
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.lab.docs_source import docs_module
-from kvtwin.fixtures import accuracy, accuracy_plot, tasks
+from kvtwin.conformance.meta.report_sample import sample
+from kvtwin.fixtures import accuracy, accuracy_plot, counterfactual, needle, plotting, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan
 from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, shares_of, way
 from kvtwin.fixtures.decoder import DecoderConfig, frequencies
@@ -229,12 +231,16 @@ def check_table(result: dict[str, Any]) -> None:
 
 def check_svg(result: dict[str, Any]) -> None:
     """Assert that the plot is well-formed and self-contained, with a line per method and task through its points."""
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
     text = accuracy_plot.svg(result)
     root = ElementTree.fromstring(text)
     assert root.tag == f"{SVG}svg"
     assert not {"href", "src", "script"} & set(text.replace("=", " ").replace("<", " ").split())
-    lines = [path.get("d") or "" for path in root.iter(f"{SVG}path") if path.get("class") == "line"]
-    lines = [line for line in lines if " L " in line]                        # without error bars and legend
+    groups = [group for group in root.iter(f"{SVG}g") if group.get("class") == "line"]
+    lines = [path.get("d") or "" for group in groups for path in group.iter(f"{SVG}path")]
+    grid = [path.get("d") or "" for path in root.iter(f"{SVG}path") if path.get("stroke-opacity") == "0.25"]
+    full, *_, none = sorted({float(line.split()[-1]) for line in grid})
+    assert len(grid) == 5 * len(result["rows"][0]["tasks"])
     names = list(dict.fromkeys(row["method"] for row in result["rows"]))
     tasks_of = list(result["rows"][0]["tasks"])
     assert len(lines) == len(names) * len(tasks_of)
@@ -242,8 +248,8 @@ def check_svg(result: dict[str, Any]) -> None:
         heights = [float(point.split()[1]) for point in line.removeprefix("M ").split(" L ")]
         expected = [row["tasks"][task]["accuracy"] for row in result["rows"] if row["method"] == name]
         expected = expected * 2 if len(expected) == 1 else expected
-        drawn = [accuracy_plot.TOP + accuracy_plot.HEIGHT * (1 - accuracy) for accuracy in expected]
-        assert [f"{height:.1f}" for height in drawn] == [f"{height:.1f}" for height in heights]
+        for height, share in zip(heights, expected, strict=True):
+            assert abs(none + (full - none) * share - height) <= 0.0501
     shown = [text.text for text in root.iter(f"{SVG}text")]
     marked = {row["share"] for row in result["rows"] if Fraction(row["share"]).numerator == 1}
     assert {*names, *tasks_of, *marked} <= set(shown)
@@ -326,13 +332,14 @@ def test_the_docs_show_the_stored_table(stored: dict[str, Any]) -> None:
 
 
 def test_the_report_has_the_stored_plot_and_table(stored: dict[str, Any]) -> None:
-    part = "\n".join(details.stored_results())
-    assert accuracy_plot.svg(stored) in part
+    shown = page(sample([], implementation=None))
+    assert stored_result("accuracy")[1] in shown
     for row in accuracy_plot.cells(stored):
-        assert all(html.escape(cell) in part for cell in row)
+        assert all(escape(cell) in shown for cell in row)
 
 
 def test_the_plot_is_of_well_formed_text_whatever_the_names() -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
     row = {"budget": 8, "share": "1", "method": "a<b&c", "tasks": {"x>y": {"accuracy": 0.5, "standard_error": None}}}
     root = ElementTree.fromstring(accuracy_plot.svg({"rows": [row]}))
     assert {"a<b&c", "x>y"} <= {text.text for text in root.iter(f"{SVG}text")}
@@ -358,6 +365,17 @@ def test_states_that_rotate_get_vectors_without_rotation() -> None:
         key = attend.layers[0].key[0, :, :8]
         assert torch.equal(key, key[:, :1].expand_as(key)) == equal
     assert config.inv_freq == tuple(frequencies(model.config).tolist())
+
+
+@pytest.mark.parametrize(("module", "argument"), [
+    (accuracy, "--svg=a.svg"), (needle, "--svg=a.svg"), (counterfactual, "--store"),
+])  # fmt: skip
+def test_without_matplotlib_no_plot_is_promised(module: Any, argument: str, monkeypatch: Any, capsys: Any) -> None:
+    """The measurement takes minutes, so it does not begin."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        module.main([argument])
+    assert plotting.MISSING in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -77,4 +77,5 @@ def test_occluding_the_pair_changes_the_answer():
     assert first
     for name, tensor in first.items():
         assert torch.equal(stored.tensors[name], tensor), name
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
     assert resources.files("kvtwin.fixtures").joinpath("bands.svg").read_text(encoding="utf-8") == labels.svg(result)
