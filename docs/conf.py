@@ -17,7 +17,7 @@ release = version = installed("kvtwin")
 
 extensions = ["myst_parser"]
 exclude_patterns = ["_build", "notes"]
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nitpicky = True
 
@@ -31,10 +31,13 @@ html_show_copyright = False
 
 def setup(app):
     app.connect("builder-inited", lambda app: generate.write(Path(app.srcdir) / "reference"))
-    app.connect("source-read", link_claims)
+    app.connect("source-read", completed)
 
 
-def link_claims(app, docname, source):
-    """The page on claims names them by their ids."""
+def completed(app, docname, source):
+    """A page with the links and the table that follow from other sources: of claims by their ids, of papers, of methods."""
     if docname == "explanation/claims":
         source[0] = generate.results.linked(source[0])
+    if docname == "index":
+        source[0] = source[0].replace("<!-- methods -->", generate.methods.table())
+    source[0] = generate.markdown.with_papers(source[0])

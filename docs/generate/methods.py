@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from .markdown import escape, prose
+from .markdown import escape, markdown_table, prose
 from .stored import DOCS, baselines, benchmark_table, kill_matrices, machine_of, stored
 
 
@@ -33,6 +33,23 @@ def method_page(pair: Any) -> str:
         "## Mutants\n", mutants_summary(pair.name),
     ]  # fmt: skip
     return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def table() -> str:
+    """All methods: what the reference's docstring says first, and the paper."""
+    from kvtwin.conformance import discovery
+
+    rows = []
+    for pair in discovery.built_in():
+        name, summary = inspect.cleandoc(pair.reference.__doc__ or "").split("\n\n")[0].split(": ", 1)
+        path = DOCS / "notes" / f"{pair.name}.md"
+        about = path.read_text(encoding="utf-8") if path.is_file() else pair.reference.__doc__
+        paper = re.search(r"arXiv\s+\d{4}\.\d{5}|\[OpenReview [^)]*\)", about)
+        rows.append([
+            f"[`{pair.name}`](reference/methods/{pair.name}.md)", escape(" ".join(summary.split())),
+            paper[0].replace("\n", " ") if paper else "-",
+        ])  # fmt: skip
+    return markdown_table(["method", "what it does", "paper"], rows)
 
 
 def default_notes(pair: Any) -> str:
