@@ -71,7 +71,7 @@ def run(pages: list[Path], folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["tutorial", "how-to", "explanation", "notes"])
+@pytest.mark.parametrize("folder", [".", "tutorial", "how-to", "explanation", "notes"])
 def test_examples_run_and_print_what_they_show(folder, tmp_path):
     pages = [page for page in written() if page.parent == DOCS / folder]
     if any("transformers import" in page.read_text(encoding="utf-8") for page in pages):
@@ -155,6 +155,14 @@ def links(text: str) -> list[str]:
     text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
     found = re.findall(r"\]\(([^)\s]+)\)", text)
     return [target.split("#")[0] for target in found if not target.startswith(("http", "#"))]
+
+
+def test_code_blocks_fit_their_column():
+    """Of the pages that are not generated; the theme's column has 88 characters."""
+    for page in (ROOT / "README.md", *written()):
+        for language, code in FENCE.findall(page.read_text(encoding="utf-8")):
+            wide = [line for line in code.splitlines() if len(line) > 88]
+            assert not wide, f"{page.name}: a block of {language} is wider than 88 characters: {wide[0]}"
 
 
 def test_links_lead_to_files(tmp_path):

@@ -1,4 +1,4 @@
-"""LagKV: evict the tokens that differ least from the tokens after them, without computing attention weights.
+"""LagKV: keep the tokens of a chunk whose channels vary most, scaled by the range of the next chunk; without queries.
 
 Paper: Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important" (2025, arXiv
 2504.04704). Tokens are cut into chunks. The range of each channel in the next chunk scales the keys and values of a
