@@ -62,14 +62,14 @@ The state is the cache of one layer. Both sides have the same names:
 
 ```python
 import torch
-from kvtwin.reference.{path} import {config}, {state}  # or kvtwin.optimized.{path}, on CUDA tensors
+from kvtwin.reference.{path} import {config}, {state}  # or kvtwin.optimized
 
 state = {state}(
-    {config}({budget}=64{required}),
-    batch=1, query_heads=8, key_value_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+    {config}({budget}=64{required}), batch=1, query_heads=8,
+    key_value_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
 )
-state.prefill(torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64))
-output = state.step(torch.randn(1, 8, 64), torch.randn(1, 2, 64), torch.randn(1, 2, 64))
+state.prefill(*(torch.randn(1, heads, 100, 64) for heads in (8, 2, 2)))
+output = state.step(*(torch.randn(1, heads, 64) for heads in (8, 2, 2)))
 assert output.shape == (1, 8, 64)
 assert state.occupied.sum(-1).max() == 64
 ```
@@ -82,11 +82,15 @@ from importlib.resources import files
 from kvtwin.reference.hf import {cache}  # or kvtwin.optimized.hf, with a model on CUDA
 from transformers import LlamaForCausalLM
 
-model = LlamaForCausalLM.from_pretrained(files("kvtwin.fixtures") / "model", dtype=torch.float32)
+model = LlamaForCausalLM.from_pretrained(
+    files("kvtwin.fixtures") / "model", dtype=torch.float32
+)
 model.set_attn_implementation("kvtwin")
-ids = torch.tensor([list(b"\\0Each layer of this model keeps 64 tokens for each KV head, and evicts the others.")])
+text = b"\\0Each layer of this model keeps 64 tokens for each KV head, and no others."
+ids = torch.tensor([list(text)])
 cache = {cache}(model.config, {budget}=64{required})
-model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=4, do_sample=False)
+mask = torch.ones_like(ids)
+model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4)
 assert cache.layers[0].state.occupied.sum(-1).max() == 64
 ```
 """
