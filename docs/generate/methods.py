@@ -196,7 +196,7 @@ def judged(pair: Any) -> str:
         name for name in pair.exports if name not in names and inspect.isfunction(getattr(pair.reference, name))
     ]
     if others:
-        lines.append(f"\nTests of its own, but no property, judge {', '.join(f'`{name}`' for name in others)}.")
+        lines.append(f"\nNo property judges {', '.join(f'`{name}`' for name in others)}; the method's tests do.")
     if pair.state is not None:
         lines.append(f"\n{attributes(pair)}")
     return "\n".join(lines) + "\n"
