@@ -6,10 +6,13 @@ import sys
 from importlib.metadata import version as installed
 from pathlib import Path
 
+from docutils import nodes
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import generate  # noqa: E402  a package beside this file
+from latex2mathml.converter import convert  # noqa: E402
 
 project = "kvtwin"
 author = "the kvtwin authors"
@@ -21,6 +24,7 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "dollarmath"
 myst_heading_anchors = 3
 nitpicky = True
 
+html_math_renderer = "mathml"  # browsers show it without a script from elsewhere
 html_theme = "furo"
 html_title = f"kvtwin {release}"
 html_static_path = ["_static"]
@@ -32,6 +36,17 @@ html_show_copyright = False
 def setup(app):
     app.connect("builder-inited", lambda app: generate.write(Path(app.srcdir) / "reference"))
     app.connect("source-read", completed)
+    app.add_html_math_renderer("mathml", (inline_math, None), (display_math, None))
+
+
+def inline_math(translator, node):
+    translator.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def display_math(translator, node):
+    translator.body.append(f"<div class=\"math\">{convert(node.astext(), display='block')}</div>")
+    raise nodes.SkipNode
 
 
 def completed(app, docname, source):

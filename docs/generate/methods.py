@@ -46,7 +46,7 @@ def table() -> str:
         about = path.read_text(encoding="utf-8") if path.is_file() else pair.reference.__doc__
         paper = re.search(r"arXiv\s+\d{4}\.\d{5}|\[OpenReview [^)]*\)", about)
         rows.append([
-            f"[`{pair.name}`](reference/methods/{pair.name}.md)", escape(" ".join(summary.split())),
+            f"[{escape(pair.name)}](reference/methods/{pair.name}.md)", escape(" ".join(summary.split())),
             paper[0].replace("\n", " ") if paper else "-",
         ])  # fmt: skip
     return markdown_table(["method", "what it does", "paper"], rows)
