@@ -50,7 +50,7 @@ def display_math(translator, node):
 
 
 def completed(app, docname, source):
-    """A page with the links and the table that follow from other sources: of claims by their ids, of papers, of methods."""
+    """A page with what follows from other sources: links to claims and papers, the table of methods."""
     if docname == "explanation/claims":
         source[0] = generate.results.linked(source[0])
     if docname == "index":

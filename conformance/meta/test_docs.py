@@ -195,6 +195,22 @@ def test_every_method_has_notes_and_a_page():
         assert f"\n{pair.name}\n" in made["methods/index.md"]
 
 
+def test_the_table_of_methods_has_a_row_for_each_with_its_paper():
+    rows = generate.methods.table().splitlines()[2:]
+    for pair, row in zip(discovery.built_in(), rows, strict=True):
+        assert f"(reference/methods/{pair.name}.md)" in row
+        assert ("arXiv" in row or "OpenReview" in row) is pair.has_paper, f"{pair.name}: name the paper's arXiv number"
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert index.count("<!-- methods -->") == 1
+
+
+def test_papers_are_linked_outside_of_code_and_links():
+    shown = generate.markdown.with_papers("a arXiv 2306.14048, `arXiv 1111.11111` [arXiv 2222.22222](x)")
+    assert shown == (
+        "a [arXiv 2306.14048](https://arxiv.org/abs/2306.14048), `arXiv 1111.11111` [arXiv 2222.22222](x)"
+    )
+
+
 def test_the_reference_shows_what_is_stored():
     """The names of options, mutants and benchmarks come from their definitions."""
     made = generate.pages()

@@ -41,12 +41,12 @@ def table() -> str:
 
     rows = []
     for pair in discovery.built_in():
-        name, summary = inspect.cleandoc(pair.reference.__doc__ or "").split("\n\n")[0].split(": ", 1)
+        first = " ".join(inspect.cleandoc(pair.reference.__doc__ or "").split("\n\n")[0].split())
         path = DOCS / "notes" / f"{pair.name}.md"
-        about = path.read_text(encoding="utf-8") if path.is_file() else pair.reference.__doc__
+        about = path.read_text(encoding="utf-8") if path.is_file() else pair.reference.__doc__ or ""
         paper = re.search(r"arXiv\s+\d{4}\.\d{5}|\[OpenReview [^)]*\)", about)
         rows.append([
-            f"[{escape(pair.name)}](reference/methods/{pair.name}.md)", escape(" ".join(summary.split())),
+            f"[{escape(pair.name)}](reference/methods/{pair.name}.md)", escape(first.partition(": ")[2] or first),
             paper[0].replace("\n", " ") if paper else "-",
         ])  # fmt: skip
     return markdown_table(["method", "what it does", "paper"], rows)
