@@ -48,12 +48,14 @@ class Capabilities:
     - per_head: which choices it makes: one per KV head (True), one for all KV heads of a row (False).
     - contiguous_only: it takes contiguous tensors alone.
     - devices: "cpu", "cuda".
-    - options: the supported values of further arguments, by name: {"kernel_size": (5,)}. Those of `READINGS` are not
-      tested unless they are declared here.
+    - options: the supported values of further arguments, by name: {"kernel_size": (5,)}. Those of released code
+      (`prefix_alone=True` of LongFlow, `order="score"` of R-KV, `spread="variance"` of EpiKV) are tested only if they
+      are declared here.
 
     Conventions:
 
-    - ties: "lowest": among equal tokens the lowest index is evicted first; "any": any of them.
+    - ties: "lowest": among equal tokens the lowest index is evicted first; "any": any of them, and either code for a
+      number half-way between two.
     - slot_order: of states: "fixed": a token stays in its slot, and a new one takes the evicted one's; "any": slots
       are compared by the positions of their tokens, a state may have fewer free slots than kvtwin's, and any of equal
       tokens may be evicted first. It does not apply to ThinKV, whose slots are those of its block table, nor to

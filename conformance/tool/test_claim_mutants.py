@@ -16,7 +16,7 @@ ROWS, KNOWN = claim_mutants.load(), claim_mutants.known_tests()
 
 
 def test_each_test_of_a_claim_has_one_change():
-    assert claim_mutants.without(ROWS, KNOWN) == [], "see docs/how-to/break-things.md"
+    assert claim_mutants.without(ROWS, KNOWN) == [], "see docs/contributing/break-things.md"
     assert claim_mutants.problems(ROWS, KNOWN) == []
     assert len({row.mutant.name for row in ROWS}) == len(ROWS), "rows with one change are one row"
 

@@ -71,13 +71,13 @@ def run(pages: list[Path], folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["tutorial", "how-to", "explanation", "notes"])
+@pytest.mark.parametrize("folder", [".", "tutorial", "how-to", "explanation", "contributing", "notes"])
 def test_examples_run_and_print_what_they_show(folder, tmp_path):
     pages = [page for page in written() if page.parent == DOCS / folder]
     if any("transformers import" in page.read_text(encoding="utf-8") for page in pages):
         pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
     count = run(pages, tmp_path)
-    assert count or folder == "explanation"
+    assert count or folder in ("explanation", "contributing")
 
 
 @pytest.mark.slow
@@ -157,6 +157,14 @@ def links(text: str) -> list[str]:
     return [target.split("#")[0] for target in found if not target.startswith(("http", "#"))]
 
 
+def test_code_blocks_fit_their_column():
+    """Of the pages that are not generated; the theme's column has 88 characters."""
+    for page in (ROOT / "README.md", *written()):
+        for language, code in FENCE.findall(page.read_text(encoding="utf-8")):
+            wide = [line for line in code.splitlines() if len(line) > 88]
+            assert not wide, f"{page.name}: a block of {language} is wider than 88 characters: {wide[0]}"
+
+
 def test_links_lead_to_files(tmp_path):
     """Sphinx checks links between pages. This also checks those in README and CONTRIBUTING."""
     generated = generate.pages().keys() | generate.plots().keys()
@@ -185,6 +193,22 @@ def test_every_method_has_notes_and_a_page():
         ]  # fmt: skip
         assert all(f"### `{name}`" in page for name in pair.exports)
         assert f"\n{pair.name}\n" in made["methods/index.md"]
+
+
+def test_the_table_of_methods_has_a_row_for_each_with_its_paper():
+    rows = generate.methods.table().splitlines()[2:]
+    for pair, row in zip(discovery.built_in(), rows, strict=True):
+        assert f"(reference/methods/{pair.name}.md)" in row
+        assert ("arXiv" in row or "OpenReview" in row) is pair.has_paper, f"{pair.name}: name the paper's arXiv number"
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert index.count("<!-- methods -->") == 1
+
+
+def test_papers_are_linked_outside_of_code_and_links():
+    shown = generate.markdown.with_papers("a arXiv 2306.14048, `arXiv 1111.11111` [arXiv 2222.22222](x)")
+    assert shown == (
+        "a [arXiv 2306.14048](https://arxiv.org/abs/2306.14048), `arXiv 1111.11111` [arXiv 2222.22222](x)"
+    )
 
 
 def test_the_reference_shows_what_is_stored():

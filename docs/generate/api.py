@@ -27,7 +27,7 @@ GROUPS = {
 
 def api_page() -> str:
     """Every public name, with its signature and docstring."""
-    from kvtwin.conformance import api
+    from kvtwin.conformance import Method, api
 
     listed = [name for names in GROUPS.values() for name in names]
     assert sorted(listed) == sorted(api.__all__), "GROUPS must have the names in kvtwin.conformance.api.__all__"
@@ -37,4 +37,5 @@ def api_page() -> str:
     ]
     for heading, names in GROUPS.items():
         parts += [f"## {heading}\n", *(entry(getattr(api, name), name) for name in names)]
+    parts += ["## `kvtwin.conformance.Method`\n", entry(Method, "Method")]
     return "\n".join(part.rstrip() + "\n" for part in parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+ARXIV = re.compile(r"arXiv\s+(\d{4}\.\d{5})")
 ESCAPED = re.compile(r"([\\*_\[\]<>|#~$^{}])")
 ITEM = re.compile(r"^[a-z_][\w, ]{0,60}?(?: \[[^\]]*\](?: \w+)?)?: (?=\S)")
 #: Starts a paragraph after a list of items.
@@ -43,6 +44,13 @@ def prose(doc: str) -> str:
             inside = item
         out.append("")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(out))
+
+
+def with_papers(text: str) -> str:
+    """Markdown whose "arXiv 2306.14048" is a link, outside of code and of other links."""
+    parts = re.split(r"(^```.*?^```$|`[^`\n]+`|\[[^\]]*\]\([^)]*\))", text, flags=re.MULTILINE | re.DOTALL)
+    link = r"[arXiv \1](https://arxiv.org/abs/\1)"
+    return "".join(part if number % 2 else ARXIV.sub(link, part) for number, part in enumerate(parts))
 
 
 def index(title: str, about: str, names: Iterable[str]) -> str:

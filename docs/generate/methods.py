@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from .markdown import escape, prose
+from .markdown import escape, markdown_table, prose
 from .stored import DOCS, baselines, benchmark_table, kill_matrices, machine_of, stored
 
 
@@ -35,6 +35,23 @@ def method_page(pair: Any) -> str:
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
+def table() -> str:
+    """All methods: what the reference's docstring says first, and the paper."""
+    from kvtwin.conformance import discovery
+
+    rows = []
+    for pair in discovery.built_in():
+        first = " ".join(inspect.cleandoc(pair.reference.__doc__ or "").split("\n\n")[0].split())
+        path = DOCS / "notes" / f"{pair.name}.md"
+        about = path.read_text(encoding="utf-8") if path.is_file() else pair.reference.__doc__ or ""
+        paper = re.search(r"arXiv\s+\d{4}\.\d{5}|\[OpenReview [^)]*\)", about)
+        rows.append([
+            f"[{escape(pair.name)}](reference/methods/{pair.name}.md)", escape(first.partition(": ")[2] or first),
+            paper[0].replace("\n", " ") if paper else "-",
+        ])  # fmt: skip
+    return markdown_table(["method", "what it does", "paper"], rows)
+
+
 def default_notes(pair: Any) -> str:
     return f"# {pair.name}\n\n{prose(inspect.getdoc(pair.reference) or '')}\n"
 
@@ -45,14 +62,14 @@ The state is the cache of one layer. Both sides have the same names:
 
 ```python
 import torch
-from kvtwin.reference.{path} import {config}, {state}  # or kvtwin.optimized.{path}, on CUDA tensors
+from kvtwin.reference.{path} import {config}, {state}  # or kvtwin.optimized
 
 state = {state}(
-    {config}({budget}=64{required}),
-    batch=1, query_heads=8, key_value_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
+    {config}({budget}=64{required}), batch=1, query_heads=8,
+    key_value_heads=2, head_dim=64, dtype=torch.float32, device="cpu",
 )
-state.prefill(torch.randn(1, 8, 100, 64), torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64))
-output = state.step(torch.randn(1, 8, 64), torch.randn(1, 2, 64), torch.randn(1, 2, 64))
+state.prefill(*(torch.randn(1, heads, 100, 64) for heads in (8, 2, 2)))
+output = state.step(*(torch.randn(1, heads, 64) for heads in (8, 2, 2)))
 assert output.shape == (1, 8, 64)
 assert state.occupied.sum(-1).max() == 64
 ```
@@ -65,11 +82,15 @@ from importlib.resources import files
 from kvtwin.reference.hf import {cache}  # or kvtwin.optimized.hf, with a model on CUDA
 from transformers import LlamaForCausalLM
 
-model = LlamaForCausalLM.from_pretrained(files("kvtwin.fixtures") / "model", dtype=torch.float32)
+model = LlamaForCausalLM.from_pretrained(
+    files("kvtwin.fixtures") / "model", dtype=torch.float32
+)
 model.set_attn_implementation("kvtwin")
-ids = torch.tensor([list(b"\\0Each layer of this model keeps 64 tokens for each KV head, and evicts the others.")])
+text = b"\\0Each layer of this model keeps 64 tokens for each KV head, and no others."
+ids = torch.tensor([list(text)])
 cache = {cache}(model.config, {budget}=64{required})
-model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=4, do_sample=False)
+mask = torch.ones_like(ids)
+model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4)
 assert cache.layers[0].state.occupied.sum(-1).max() == 64
 ```
 """
@@ -175,7 +196,7 @@ def judged(pair: Any) -> str:
         name for name in pair.exports if name not in names and inspect.isfunction(getattr(pair.reference, name))
     ]
     if others:
-        lines.append(f"\nTests of its own, but no property, judge {', '.join(f'`{name}`' for name in others)}.")
+        lines.append(f"\nNo property judges {', '.join(f'`{name}`' for name in others)}; the method's tests do.")
     if pair.state is not None:
         lines.append(f"\n{attributes(pair)}")
     return "\n".join(lines) + "\n"

@@ -23,7 +23,7 @@ alone, or not at all: these are *out of reach*, with the reason.
 """
 ALARMS = """## False alarms
 
-Implementations in other styles (`conformance/meta/patients/right`), each right by the bounds and by the conventions
+Implementations in other styles (`conformance/lab/patients/right`), each right by the bounds and by the conventions
 that it declares. An alarm is any verdict but *right*.
 """
 

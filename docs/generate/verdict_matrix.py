@@ -17,7 +17,7 @@ The [kill matrix](kill-matrix.md) is about all tests. This page is about what so
 METHOD --impl MODULE`: each mutant of kvtwin's two sides is copied into a package of its own, and judged as that
 module, on the CPU, with the verdict's profile and seed. A run stops at the first property that is wrong. If the entry
 of a mutant lists the properties that fit, another one does not count. [Break
-things](../../how-to/break-things.md#the-verdicts-own-kill-matrix) says how to make these results.
+things](../../contributing/break-things.md#the-verdicts-own-kill-matrix) says how to make these results.
 """
 
 

@@ -1,8 +1,9 @@
 """CAKE: the layers of a model share a total of tokens by their preferences, and evict again whenever a layer joins.
 
-Paper: Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (2025), and the authors'
-code, antgroup/cakekv at c4675ce. The attention of a prompt's last queries gives a layer its preference and each token
-an indicator. The caches of several layers have a `CAKECascade` in common; they get the prompt one after the other.
+Paper: Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (2025, arXiv 2503.12491), and
+the authors' code, antgroup/cakekv at c4675ce. The attention of a prompt's last queries gives a layer its preference and
+each token an indicator. The caches of several layers have a `CAKECascade` in common; they get the prompt one after the
+other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """H2O: keep the tokens with the largest attention weights, summed over all queries so far.
 
-Paper: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (2023).
-LongFlow section 4.1 splits the budget evenly between these heavy hitters and the most recent tokens.
+Paper: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models" (2023, arXiv
+2306.14048). LongFlow section 4.1 splits the budget evenly between these heavy hitters and the most recent tokens.
 """
 
 from __future__ import annotations

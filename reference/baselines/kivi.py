@@ -1,9 +1,9 @@
 """KIVI: keys in 2 or 4 bits per channel, values per token, the newest tokens unquantized; no token is evicted.
 
-Paper: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024). A group of g numbers shares a
-scale and a minimum: g consecutive tokens of one channel of the keys, g consecutive channels of one token's values. A
-residual of the newest tokens stays unquantized. The two residuals end at different tokens: keys leave theirs R at a
-time, values one at a time.
+Paper: Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024, arXiv 2402.02750). A group of
+g numbers shares a scale and a minimum: g consecutive tokens of one channel of the keys, g consecutive channels of one
+token's values. A residual of the newest tokens stays unquantized. The two residuals end at different tokens: keys leave
+theirs R at a time, values one at a time.
 """
 
 from __future__ import annotations

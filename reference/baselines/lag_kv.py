@@ -1,10 +1,11 @@
-"""LagKV: the next tokens say which tokens of a chunk stand out; no query is asked.
+"""LagKV: keep the tokens of a chunk whose channels vary most, scaled by the range of the next chunk; without queries.
 
-Paper: Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important" (2025). Tokens
-are cut into chunks. The range of each channel in the next chunk scales the keys and values of a chunk, and the tokens
-whose channels then differ most are kept. The paper keeps a fixed share of each chunk, so that its cache grows with the
-text. Here the cache has a budget: tokens are ranked within their chunks as in the paper, once, and of all ranked tokens
-those of the lowest ranks are evicted. So all chunks keep about the same share, which falls as the text grows.
+Paper: Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important" (2025, arXiv
+2504.04704). Tokens are cut into chunks. The range of each channel in the next chunk scales the keys and values of a
+chunk, and the tokens whose channels then differ most are kept. The paper keeps a fixed share of each chunk, so that its
+cache grows with the text. Here the cache has a budget: tokens are ranked within their chunks as in the paper, once, and
+of all ranked tokens those of the lowest ranks are evicted. So all chunks keep about the same share, which falls as the
+text grows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """LazyEviction: keep the tokens that are attended to again and again, for as long as their longest gap suggests.
 
 Paper: Zhang et al., "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient Long Reasoning"
-(2025). A query *activates* a token if its weight is at least alpha. The importance of a token is high soon after its
-last activation, measured by its longest gap between two activations, and for tokens with short gaps.
+(2025, arXiv 2506.15969). A query *activates* a token if its weight is at least alpha. The importance of a token is high
+soon after its last activation, measured by its longest gap between two activations, and for tokens with short gaps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """PM-KVQ: codes of 16 bits that shrink to 8, 4 and 2 as the cache fills; no token is evicted.
 
-Paper: Liu et al., "PM-KVQ: Progressive Mixed-precision KV Cache Quantization for Long-CoT LLMs" (2025). Keys and values
-alike are quantized per token, in groups of consecutive channels. The first tokens and a window of the newest ones stay
-unquantized; a full window is quantized at once. When the memory of a layer exceeds its budget, the codes of all its
-quantized tokens shrink to half of their bits. Each layer has a budget of its own.
+Paper: Liu et al., "PM-KVQ: Progressive Mixed-precision KV Cache Quantization for Long-CoT LLMs" (2025, arXiv
+2505.18610). Keys and values alike are quantized per token, in groups of consecutive channels. The first tokens and a
+window of the newest ones stay unquantized; a full window is quantized at once. When the memory of a layer exceeds its
+budget, the codes of all its quantized tokens shrink to half of their bits. Each layer has a budget of its own.
 """
 
 from __future__ import annotations

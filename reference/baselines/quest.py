@@ -1,8 +1,8 @@
 """Quest: each query head attends to the pages whose keys could give it the largest logits; no token is evicted.
 
-Paper: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (2024). A page has the keys
-of 16 consecutive tokens. For each page and channel, the cache stores the largest and the smallest key. From these
-follows an upper bound of the page's logits. Each query selects the pages with the largest bounds.
+Paper: Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference" (2024, arXiv 2406.10774). A
+page has the keys of 16 consecutive tokens. For each page and channel, the cache stores the largest and the smallest
+key. From these follows an upper bound of the page's logits. Each query selects the pages with the largest bounds.
 """
 
 from __future__ import annotations

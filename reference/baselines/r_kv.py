@@ -1,6 +1,6 @@
 """R-KV: keep the tokens that the last queries attend to and that no other key repeats.
 
-Paper: Cai et al., "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (2025).
+Paper: Cai et al., "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models" (2025, arXiv 2505.24133).
 The tokens before an observation window compete. The importance of a token is its softmax weight among these tokens, of
 the largest logit of a group's query heads, averaged over the queries of the window and smoothed by a max pool. The
 redundancy of a token is a softmax over the mean cosine similarities of the keys. The score is lambda times the

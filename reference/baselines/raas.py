@@ -1,8 +1,8 @@
 """RaaS: each token has a timestamp, renewed when a query attends to it enough; the oldest timestamp is evicted.
 
-Paper: Hu et al., "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning" (2025). By default single
-tokens have timestamps, as in ThinKV's and EpiKV's tables. With a `page_size`, pages have them, as in the authors' code:
-a query renews those with the highest bounds of its logits (Quest's bounds), and whole pages are evicted.
+Paper: Hu et al., "RaaS: Reasoning-Aware Attention Sparsity for Efficient LLM Reasoning" (2025, arXiv 2502.11147). By
+default single tokens have timestamps, as in ThinKV's and EpiKV's tables. With a `page_size`, pages have them, as in the
+authors' code: a query renews those with the highest bounds of its logits (Quest's bounds), and whole pages are evicted.
 """
 
 from __future__ import annotations

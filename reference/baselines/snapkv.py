@@ -1,6 +1,6 @@
 """SnapKV: keep the prompt tokens that receive the most attention from the last queries.
 
-Paper: Li et al., "SnapKV: LLM Knows What You Are Looking for Before Generation" (2024).
+Paper: Li et al., "SnapKV: LLM Knows What You Are Looking for Before Generation" (2024, arXiv 2404.14469).
 The score of a prefix token is its softmax weight over all keys (causal), averaged over the queries of the observation
 window and smoothed by an average pool along the prefix. The window itself is kept. `compress` reduces a prompt once, as
 in LongFlow section 4.1. `SnapKVState` evicts after every block of tokens (KeyDiff A.1), or at longer intervals, as

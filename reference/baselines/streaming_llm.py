@@ -1,6 +1,6 @@
 """StreamingLLM: keep the first tokens (attention sinks) and the newest ones.
 
-Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024).
+Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2024, arXiv 2309.17453).
 By default, queries and keys have the rotary embedding of their token's position in the text. With `inv_freq` they come
 without one, as in the original method, and are rotated by the token's place in the cache when they attend.
 """

@@ -1,6 +1,6 @@
 """TOVA: after each block, keep the tokens with the largest weights from the newest query.
 
-Paper: Oren et al., "Transformers are Multi-State RNNs" (2024).
+Paper: Oren et al., "Transformers are Multi-State RNNs" (2024, arXiv 2401.06104).
 """
 
 from __future__ import annotations

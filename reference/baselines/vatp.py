@@ -1,6 +1,7 @@
 """VATP: H2O's accumulated attention times the norm of the value, ||v_j||_1. The first tokens stay.
 
-Paper: Guo et al., "Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction" (2024).
+Paper: Guo et al., "Attention Score is not All You Need for Token Importance Indicator in KV Cache Reduction" (2024,
+arXiv 2406.12335).
 """
 
 from __future__ import annotations
