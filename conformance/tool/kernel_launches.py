@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .. import discovery, interpreter
+from .. import discovery, interpreter, registry
 from ..judge import checkers
 
 #: Each method is called with this dtype and head_dim. Some kernels do not support a smaller head_dim.
@@ -93,7 +93,8 @@ def few_calls() -> Iterator[None]:
             if hasattr(module, "fused"):
                 ways = itertools.cycle([True, False])
                 stack.enter_context(mock.patch.object(module, "fused", lambda *_, ways=ways: next(ways)))
-        stack.enter_context(mock.patch.object(checkers, "ask", asked))
+        for owner in (registry, checkers):
+            stack.enter_context(mock.patch.object(owner, "ask", asked))
         yield
 
 

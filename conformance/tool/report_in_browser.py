@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from kvtwin.conformance.harness.report import write_report
-from kvtwin.conformance.tool.report_sample import HOSTILE, LONG, failed, other, passed, sample
+from kvtwin.conformance.lab.report_sample import HOSTILE, LONG, failed, other, passed, sample
 
 pytest_plugins = ["pytester"]
 

@@ -19,7 +19,7 @@ from kvtwin.conformance import cli, discovery, ledger, plugin
 from kvtwin.conformance.cases.case import DecodeCase
 from kvtwin.conformance.harness import results
 from kvtwin.conformance.harness.report import write_report
-from kvtwin.conformance.tool.report_sample import passed, sample
+from kvtwin.conformance.lab.report_sample import passed, sample
 from kvtwin.fixtures import accuracy_of
 
 METHODS = ", ".join(pair.name for pair in discovery.pairs())

@@ -135,7 +135,7 @@ def test_too_few_decisions_of_our_own_are_vacuous_and_of_others_not_provided(pyt
     pytester.makepyfile(
         """
         from hypothesis import given, settings, strategies
-        from kvtwin.conformance.judge import stats
+        from kvtwin.conformance import stats
 
         @settings(max_examples=3)
         @given(strategies.integers())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance import stats
+from kvtwin.conformance import registry, stats
 from kvtwin.conformance.cases.case import KINDS, Case
 from kvtwin.conformance.cases.oracle import upcast
 from kvtwin.conformance.cases.state_trace import StateTrace
@@ -304,7 +304,7 @@ def test_every_judge_is_found_by_its_name():
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_states_without_a_checker_must_agree_exactly(state, says, monkeypatch):
     """The default adapter checks attention and slots, but no scores."""
-    monkeypatch.setattr(checkers, "of", lambda name: None)
+    monkeypatch.setattr(registry, "of", lambda name: None)
     with stats.collect():
         if state is None:
             assert lockstep.run(TRACES["prompt"], longflow).steps == 9

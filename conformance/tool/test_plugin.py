@@ -228,7 +228,7 @@ def test_hypothesis_profile(pytester, monkeypatch, arguments, ci, profile):
 RECORDED = """
 import pytest
 from hypothesis import given, strategies
-from kvtwin.conformance.judge import stats
+from kvtwin.conformance import stats
 
 @pytest.mark.parametrize("decisive", [{decisive}])
 def test_decisions(twins, decisive):
@@ -252,7 +252,7 @@ def test_a_test_that_decides_less_than_half_is_vacuous(pytester, in_process, dec
 def test_a_failure_is_not_hidden_behind_vacuity(pytester, in_process):
     pytester.makepyfile(
         """
-        from kvtwin.conformance.judge import stats
+        from kvtwin.conformance import stats
         def test_wrong(twins):
             stats.decisions(10, 0)
             assert "the eviction" == "wrong"

@@ -18,7 +18,7 @@ pytest_plugins = ["pytester"]
 EVERY_OUTCOME = """
 import pytest
 from kvtwin.conformance.cases.case import DecodeCase
-from kvtwin.conformance.judge import stats
+from kvtwin.conformance import stats
 from kvtwin.conformance.refusals import NotProvided
 
 pytestmark = pytest.mark.method("longflow")

@@ -21,7 +21,7 @@ from kvtwin.conformance.harness.page import page, plots
 from kvtwin.conformance.judge.mismatch import UNBOUNDED
 from kvtwin.conformance.judge.properties import ALL, EXPECTED, PAGES, PROPERTIES
 from kvtwin.conformance.lab.docs_source import DOCS
-from kvtwin.conformance.tool.report_sample import HOSTILE, LONG, failed, other, passed, sample
+from kvtwin.conformance.lab.report_sample import HOSTILE, LONG, failed, other, passed, sample
 from kvtwin.fixtures import plotting
 
 Validator = jsonschema.Draft202012Validator

@@ -14,7 +14,7 @@ pytest_plugins = ["pytester"]
 
 TESTS = """
 from hypothesis import given, settings, strategies as st
-from kvtwin.conformance.judge import stats
+from kvtwin.conformance import stats
 
 SEEN = {seen!r}
 once = settings(max_examples=1, derandomize=False, database=None)

@@ -19,7 +19,7 @@ from kvtwin.conformance import discovery
 from kvtwin.conformance.harness.page import details, page
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.lab.docs_source import docs_module
-from kvtwin.conformance.tool.report_sample import sample
+from kvtwin.conformance.lab.report_sample import sample
 from kvtwin.fixtures import accuracy, accuracy_plot, counterfactual, needle, plotting, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan
 from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, shares_of, way

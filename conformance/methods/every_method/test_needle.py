@@ -14,7 +14,7 @@ import torch
 from markupsafe import escape
 
 from kvtwin.conformance.harness.page import details, page
-from kvtwin.conformance.tool.report_sample import sample
+from kvtwin.conformance.lab.report_sample import sample
 from kvtwin.fixtures import needle, needle_plot
 from kvtwin.fixtures.accuracy import FULL
 from kvtwin.fixtures.load import load_bytes, load_model

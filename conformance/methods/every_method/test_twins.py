@@ -301,15 +301,16 @@ def missing_parts(
     """
     name, module = twin.name, twin.path.replace(".", "/")
     perf = reference.parent / "perf" if (reference.parent / "pyproject.toml").is_file() else None
-    own, baseline = conformance / module, twin.path.startswith("baselines.")
-    claims = own / "claims.toml"
+    baseline = twin.path.startswith("baselines.")
+    tests = (conformance / room / name / f"test_{name}.py" for room in ("suite", "methods"))
+    claims = conformance / "papers" / name / "claims.toml"
     has_claims = claims.is_file() and bool(tomllib.loads(claims.read_text(encoding="utf-8")).get("claim"))
     parts = {
         "reference": any((reference / file).is_file() for file in (f"{module}.py", f"{module}/__init__.py")),
         "optimized": any((optimized / file).is_file() for file in (f"{module}.py", f"{module}/__init__.py")),
-        "test": (own / f"test_{name}.py").is_file(),
+        "test": any(path.is_file() for path in tests),
         "claims": has_claims or baseline,
-        "mutants": (own / "mutants.toml").is_file(),
+        "mutants": (conformance / "methods" / name / "mutants.toml").is_file(),
         "trace": any((fixtures / "traces").glob(f"{name}*.safetensors")),
         "recorder": (fixtures / f"record_{name}.py").is_file() or baseline,
     }
@@ -340,9 +341,9 @@ PARTS = {
     "optimized": "optimized/new.py",
     "reference/hf": "reference/hf/new.py",
     "optimized/hf": "optimized/hf/new.py",
-    "test": "conformance/new/test_new.py",
-    "claims": "conformance/new/claims.toml",
-    "mutants": "conformance/new/mutants.toml",
+    "test": "conformance/suite/new/test_new.py",
+    "claims": "conformance/papers/new/claims.toml",
+    "mutants": "conformance/methods/new/mutants.toml",
     "trace": "fixtures/traces/new.safetensors",
     "recorder": "fixtures/record_new.py",
     "bench": "perf/bench_new.py",
@@ -369,12 +370,12 @@ def test_a_missing_part_is_noticed(missing: str | None, source_tree: bool, tmp_p
 def test_a_baseline_needs_no_claims_no_recorder_no_cache_and_no_bench(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").touch()
     for part, file in PARTS.items():
-        path = tmp_path / re.sub("^(reference|optimized|conformance)/new", r"\1/baselines/new", file)
+        path = tmp_path / re.sub("^(reference|optimized)/new", r"\1/baselines/new", file)
         path.parent.mkdir(parents=True, exist_ok=True)
         if part not in ("claims", "recorder", "reference/hf", "optimized/hf", "bench"):
             path.touch()
     folders = [tmp_path / side for side in ("reference", "optimized", "conformance", "fixtures")]
-    lacking = ["reference", "optimized", "test", "claims", "mutants", "recorder", "bench"]
+    lacking = ["reference", "optimized", "claims", "recorder", "bench"]
     for path, missing in (("baselines.new", []), ("new", lacking)):
         twin = Pair(name="new", path=path, exports=("NewConfig",))
         assert missing_parts(twin, *folders, takes_blocks=True) == missing
