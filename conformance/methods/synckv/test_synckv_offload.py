@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvtwin.conformance.suite.synckv.synckv_offloaded import (
     CLUSTERS,
@@ -38,6 +39,11 @@ pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.main]
 
 #: Steps that are launched directly (0), or graphs of so many steps.
 FORMS = pytest.mark.parametrize("form", (0, 1, 4) if torch.cuda.is_available() else (0, 1))
+
+
+@pytest.fixture(scope="module")
+def expected(device: torch.device) -> list[Tensor]:
+    return played(new(device, offload=False), device)
 
 
 @pytest.mark.claim("SK-18")
