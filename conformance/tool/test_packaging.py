@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtwin.conformance import cli, plugin
+from kvtwin.fixtures import tasks
 
 pytestmark = pytest.mark.first
 
@@ -74,6 +75,7 @@ def test_the_wheel_holds_the_tree(source, wheel):
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     expected = {f"kvtwin/{folder}/{path}" for folder in FOLDERS for path in in_tree(source / folder)}
     expected = {path for path in expected if not outside(Path(path)) or path.endswith(PRINTED)}
+    expected -= {f"kvtwin/fixtures/texts/{name}.txt" for name in tasks.TRAINING_TEXTS}
     expected = {path.replace(f"kvtwin/conformance/{TOP}/", "kvtwin/") for path in expected}
     assert files == expected, "see packages and package-data in pyproject.toml"
     assert in_tree(source / "conformance" / TOP) == {"__main__.py"}
