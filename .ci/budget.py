@@ -68,7 +68,8 @@ def main(arguments: list[str]) -> int:
     print(f"{'room':{width}}   lines  budget  change")
     for room, most in budgets.items():
         over = "  over its budget" if now[room] > most else ""
-        print(f"{room:{width}}  {now[room]:6}  {most:6}  {now[room] - before[room]:+6}{over}")
+        change = f"{now[room] - before[room]:+}" if any(before.values()) else "-"
+        print(f"{room:{width}}  {now[room]:6}  {most:6}  {change:>6}{over}")
     return int(any(now[room] > most for room, most in budgets.items()))
 
 

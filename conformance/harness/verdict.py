@@ -19,9 +19,9 @@ from typing import Any
 
 from ..capabilities import FP8, Capabilities
 from ..judge.properties import CORE, OF_CALLS, PROPERTIES
+from ..refusals import ENVIRONMENT as OF_ENVIRONMENT
 from ..stats import JudgedCase
 from . import power, wording
-from .impl import ENVIRONMENT as OF_ENVIRONMENT
 from .results import Result
 
 RIGHT, WRONG, NOT_COVERED, CONVENTION, ENVIRONMENT = "right", "wrong", "not covered", "convention", "environment"

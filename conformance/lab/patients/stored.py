@@ -76,7 +76,7 @@ FOUND = [
     Row(ending.Rejects, "raises hypothesis.reject"),
     Row(ending.Assumes, "raises hypothesis.reject"),
     Row(ending.UnitTest, "raises unittest.case.SkipTest"),
-    Row(ending.NotProvided, "raises kvtwin.conformance.harness.impl.NotProvided"),
+    Row(ending.NotProvided, "raises kvtwin.conformance.refusals.NotProvided"),
     Row(ending.Interpreter, "not supported in interpreter mode", "accuracy"),
     Row(results.LazyTensor, "results.Lazy, which has __torch_function__ of its own"),
     Row(results.AgreeableSlot, "results.Agreeable, which has __eq__ of its own"),
