@@ -37,10 +37,15 @@ from .replaced import Places
 #: The packages whose modules may use kvtwin.
 OWN: tuple[str, ...] = ("kvtwin",)
 FOLDER = str(Path(__file__).resolve().parents[1])
+SIDES = ("reference", "optimized")
 #: Of the repository or of the installed package: the folders of its parts, as pyproject.toml maps them.
 PARTS = {
-    part: os.path.join(os.path.dirname(FOLDER), part) + os.sep for part in ("reference", "optimized")
-} | {"judge": os.path.join(FOLDER, "judge") + os.sep}
+    part: os.path.join(os.path.dirname(FOLDER), part) + os.sep for part in SIDES
+} | {
+    "judge": os.path.join(FOLDER, "judge") + os.sep,
+    "oracle": os.path.join(FOLDER, "cases", "oracle.py"),
+    "format oracle": os.path.join(FOLDER, "cases", "format_oracle.py"),
+}
 HARNESS = os.path.join(FOLDER, "harness") + os.sep
 #: Parts of the reference that everybody may use: types, checks of arguments, results.
 FOR_ALL = (PARTS["reference"] + "contract" + os.sep, PARTS["reference"] + "pages.py")
@@ -185,7 +190,7 @@ class Call:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
         owner = function.rpartition(".")[0].split(".")[0]
         by_harness = frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(HARNESS)
-        if function == "<module>" or owner.endswith(("Config", "Result")) or (by_harness and part == "judge"):
+        if function == "<module>" or owner.endswith(("Config", "Result")) or (by_harness and part not in SIDES):
             return
         says = f"{'is' if by_harness else 'calls'} {module}.{function}"
         if part == "optimized":
