@@ -46,9 +46,6 @@ def held(state: Any, row: int = 0, head: int = 0) -> list[int]:
     return sorted(position for position in state.positions[row, head].tolist() if position >= 0)
 
 
-# The prompt ----------------------------------------------------------------------------------------------------------
-
-
 # Several layers ------------------------------------------------------------------------------------------------------
 
 
@@ -70,12 +67,6 @@ def test_layer_0_begins_a_new_prompt(side, twins, device):
                 state.step(*token(device))
         found.append([states[0].cascade.budgets.tolist(), *(held(state) for state in states)])
     assert found[0] == found[1]
-
-
-# Steps ---------------------------------------------------------------------------------------------------------------
-
-
-# Against float64 -----------------------------------------------------------------------------------------------------
 
 
 # Refused -------------------------------------------------------------------------------------------------------------

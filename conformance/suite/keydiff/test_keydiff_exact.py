@@ -106,9 +106,6 @@ def test_the_few_keys_of_rows_with_free_slots(anchor, similarity, side, twins, d
         judge.assert_evict_right(module.evict(**case.inputs), case)
 
 
-# NaN and infinity ----------------------------------------------------------------------------------------------------
-
-
 # Counts and protection -----------------------------------------------------------------------------------------------
 
 
@@ -179,6 +176,3 @@ def test_keys_of_very_different_sizes_have_directions(side, twins, device):
     for case in (key * token, key * head):
         judge.assert_score_right(module.score(case), KeyCase.of(case))
         assert_same(module.evict(case, key, 9).kept, best, what="kept")
-
-
-# Bitwise equality ----------------------------------------------------------------------------------------------------

@@ -150,9 +150,6 @@ def test_more_observers_than_the_window(side: str, twins: Twins, device: torch.d
     call()
 
 
-# Input that only the kernels refuse -----------------------------------------------------------------------------------
-
-
 # check_finite --------------------------------------------------------------------------------------------------------
 
 
