@@ -208,7 +208,8 @@ STEP = """
 import sys
 import torch
 import triton.language as tl
-from kvtwin.conformance import compile_only, discovery
+from kvtwin.conformance import discovery
+from kvtwin.conformance.lab import compile_only
 from kvtwin.conformance.cases import tiny
 from kvtwin.optimized._common import numerics
 if "plain product" in sys.argv:
