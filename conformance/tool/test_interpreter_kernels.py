@@ -44,11 +44,11 @@ def first_differences(fast: Sequence[str], plain: Sequence[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_every_kernel_computes_the_same_bits_accelerated_and_plain():
-    plain = started("interpreter.kernel_launches", **{interpreter.VARIABLE: "plain"})
+    plain = started("tool.kernel_launches", **{interpreter.VARIABLE: "plain"})
     listed = set(lines(started(
-        "compile_only", "--list", "--head-dim", str(kernel_launches.HEAD_DIM), **{interpreter.INTERPRET: "0"}
+        "lab.compile_only", "--list", "--head-dim", str(kernel_launches.HEAD_DIM), **{interpreter.INTERPRET: "0"}
     )))  # fmt: skip
-    mode, *fast = lines(started("interpreter.kernel_launches", **{interpreter.VARIABLE: "fast"}))
+    mode, *fast = lines(started("tool.kernel_launches", **{interpreter.VARIABLE: "fast"}))
     assert mode.startswith("accelerated "), mode
     launched = {line.split()[0] for line in fast}
     assert len(listed) > 50, "compile_only lists no kernels"

@@ -96,5 +96,7 @@ def test_the_ill_is_named(method, changed, named, others, judged):
     provided, lacking = next(row[1:] for row in RIGHT if row[0] == method and row[1].keys() >= changed.keys())
     found = judged(method, {**provided, **changed})
     assert wrong(found) == set(named.split()), shown(found)
-    assert not_right(found) == dict.fromkeys(lacking, verdict.NOT_COVERED) | others, shown(found)
+    sure = dict.fromkeys(lacking, verdict.NOT_COVERED)
+    # Whether few examples judge a property of `others`, or find it wrong as a consequence, depends on the draw.
+    assert sure.items() <= not_right(found).items() <= (sure | others).items(), shown(found)
     assert found.verdict == verdict.WRONG

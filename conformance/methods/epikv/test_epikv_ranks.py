@@ -18,7 +18,7 @@ from kvtwin.reference.contract.epikv.config import DIFFERENCES
 SPREADS = ((2, 2, 2), (2, 3, 1), (3, 3, 1), (4, 2, 2))
 CONTENT = {"optimized": TRACE_CONTENTS, "reference": ("ordinary",)}
 #: Options of the other policies.
-OTHERS = ("tau", "edges", "sparsity_threshold", "segments_by", "bands")
+OTHERS = ("tau", "edges", "sparsity_threshold", "segments_by", "bands", "spread")
 
 pytestmark = [
     pytest.mark.slow_on_cpu,
