@@ -89,7 +89,7 @@ def test_a_prompt_may_be_refused(judged):
     (RefusesToStep, ".step: one token at a time", "keeps_step"), (RefusesAll, ": any config", "a_reset or padding_of"),
 ])
 def test_what_is_refused_everywhere_is_not_covered(state, what, keyword, judged):
-    found = judged(state, keyword, ties="any")  # scores of prompts are matrix products, which may round equal keys apart
+    found = judged(state, keyword, ties="any")  # a matrix product of prompts may round equal keys apart
     assert not run.wrong(found) and not found.others["failed"], run.shown(found)
     assert found.verdict == verdict.NOT_COVERED
     assert found.refused[f"patient.longflow.LongFlowState{what}"] > 0
