@@ -58,7 +58,7 @@ class Capabilities:
       number half-way between two.
     - slot_order: of states: "fixed": a token stays in its slot, and a new one takes the evicted one's; "any": slots
       are compared by the positions of their tokens, a state may have fewer free slots than kvtwin's, and any of equal
-      tokens may be evicted first. It does not apply to ThinKV, whose slots are those of its block table, nor to
+      tokens may be evicted first. It does not apply to ThinKV, whose slots follow its block table, nor to
       methods that evict nothing: their slots are compared as they are, and the verdict says so.
     - free_score: the score of a free slot: "-inf", or "any".
     - validates_arguments: False if wrong arguments need not raise errors.

@@ -1,1 +1,1 @@
-"""The inputs of tests: Hypothesis strategies, contents, memory layouts, tiny models."""
+"""The inputs of tests: Hypothesis strategies, contents, memory layouts, and the float64 oracle of a case."""

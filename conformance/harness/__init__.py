@@ -1,1 +1,1 @@
-"""The pytest side: options, machine, implementation under test, statistics, results, summary and report."""
+"""The pytest side: options, machine, implementation under test, results, verdict, report, replay."""

@@ -1,1 +1,1 @@
-"""The judge: float64 oracle, error bounds, comparators, statistics, lockstep, replay, and a checker per method."""
+"""The judge: error bounds, comparators, lockstep, and a checker per method."""

@@ -1,6 +1,6 @@
 """What the accelerator computes itself, if Triton has the sources that it knows: functions of the standard library,
-loads and stores without a mask, conversions of bfloat16 and of a kernel's arguments. The bits are those of Triton's
-interpreter."""
+loads and stores without a mask, conversions of bfloat16 and of a kernel's arguments. It gives the same bits as
+Triton's interpreter."""
 
 from __future__ import annotations
 
