@@ -7,13 +7,13 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
 
 from .. import capabilities, discovery, interpreter, stats
 from ..cases import draws, failures, turns
-from ..interpreter import stack
 from ..judge.fields import MissingField
 from ..own_methods import MethodError
 from ..refusals import EnvironmentLimit, NotProvided
@@ -266,12 +266,13 @@ class Suite:
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
         test = pyfuncitem.obj
         least = least_of(pyfuncitem, self.implementation)
-        pyfuncitem.obj = functools.partial(
-            turns.when_memory_is_free, stack.call, draws.until_decided, test, findings.test_id(pyfuncitem), *least,
-            dtypes_of(pyfuncitem, self.implementation),
+        decided = functools.partial(
+            draws.until_decided, test, findings.test_id(pyfuncitem), *least, dtypes_of(pyfuncitem, self.implementation)
         )
+        on_gpu = self.backend.device.type == "cuda"
+        pyfuncitem.obj = functools.partial(turns.when_memory_is_free, decided) if on_gpu else decided
         try:
-            with turns.between_examples(test, _release_memory):
+            with turns.between_examples(test, _release_memory) if on_gpu else nullcontext():
                 return (yield)
         finally:
             pyfuncitem.obj = test

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import Compiler
+from .frames import reserve_frames
 from .functions import tape_functions
 from .internals import CONVERSIONS, has_sources
 from .launch import Members, copy_nothing, remember_arguments, remember_parameters, remember_patches
@@ -47,6 +48,7 @@ def accelerate(interpreter: ModuleType) -> None:
     remember_parameters(interpreter)
     remember_arguments(interpreter)
     copy_nothing(interpreter)
+    reserve_frames(interpreter)
     _convert_quickly(interpreter)
 
 

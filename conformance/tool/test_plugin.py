@@ -261,7 +261,7 @@ def test_a_failure_is_not_hidden_behind_vacuity(pytester, in_process):
     result = in_process()
     result.assert_outcomes(failed=1)
     result.stdout.no_fnmatch_line("*vacuous*")
-    result.stdout.no_fnmatch_line("*stack.py*")  # a traceback must not include the caller of the test
+    result.stdout.no_fnmatch_line("*draws.py*")  # a traceback must not include the caller of the test
 
 
 # --- python -m kvtwin.conformance ---

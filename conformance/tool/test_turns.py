@@ -122,7 +122,16 @@ def test_a_turn_is_given_back_before_the_next_case(tmp_path, monkeypatch):
 
 @pytest.mark.slow_on_cpu
 def test_the_suite_gives_turns_back_between_cases(pytester):
-    """In a run of pytest: the second case of a test finds no turn."""
+    """In a run of pytest on a GPU: the second case of a test finds no turn."""
+    pytester.makeconftest("""
+        import dataclasses
+        import torch
+        from kvtwin.conformance.harness.options import SUITE
+
+        def pytest_collection_finish(session):
+            suite = session.config.pluginmanager.get_plugin(SUITE)
+            suite.backend = dataclasses.replace(suite.backend, device=torch.device("cuda"))
+    """)
     pytester.makepyfile("""
         from hypothesis import given, settings, strategies as st
         from kvtwin.conformance.cases import case, turns

@@ -93,7 +93,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     for name, text in files.items():
         (folders["optimized"] / f"{name}.py").write_text(text)
     tree = replace(here, folders={**here.folders, **folders})
-    run = Run(jobs=2, seed=0, profile="quick", seconds=120.0, sources="s", hints={})
+    run = Run(jobs=2, seed=0, profile="quick", seconds=600.0, sources="s", hints={})
     bench = Bench(tree, root, run, judge=here, tests=("suite/test_properties.py",))
     subjects = {name: Subject("longflow", "optimized", one) for name, one in JUDGED.items()}
     found = {row.name: row for row in bench.judge([one for name, one in subjects.items() if name != "loops"])}
