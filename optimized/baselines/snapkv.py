@@ -77,6 +77,7 @@ class SnapKVState(BlockState):
     """
 
     Config = SnapKVConfig
+    _rows = (*BlockState._rows, "_window_query", "_window_positions", "_order")
     _rule = "append"
     _library_attends = True
 
@@ -91,9 +92,6 @@ class SnapKVState(BlockState):
         self._between = between(self.sizes, observers, self.device)
         #: Of the window's attention: zeros between launches.
         self._window_counters = self._buffer(kernels.counters_of(self.sizes, observers), dtype=torch.int32)
-
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return self._window_query, self._window_positions, self._order
 
     def _clear(self) -> None:
         self._window_positions.fill_(-1)

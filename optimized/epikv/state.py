@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference.contract.arguments import check_config, check_reorder
+from ...reference.contract.arguments import check_config
 from ...reference.contract.epikv.arguments import HiddenInputs, check_ranks, check_scores
 from ...reference.contract.epikv.config import EpiKVConfig
 from ...reference.contract.ranks import ProcessGroup, Shared, check_process_group, digest
@@ -32,6 +32,7 @@ class EpiKVState(State):
     """
 
     config: EpiKVConfig
+    _rows = ("key", "value")
 
     def __init__(
         self, config: EpiKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -167,12 +168,8 @@ class EpiKVState(State):
         self._end_change()
         return output
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64. A shared scorer is left as it is."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
+    def _reorder(self, index: Tensor) -> None:
+        """A shared scorer is left as it is."""
+        super()._reorder(index)
         if not self._shared:
             self.scorer.reorder(index)
-        for tensor in (self.key, self.value):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()

@@ -32,6 +32,7 @@ class KeyDiffState(BlockState):
     """
 
     Config = KeyDiffConfig
+    _rows = (*BlockState._rows, "_anchor", "_age", "_ranked")
     _library_attends = True
     _chooses_early = True
     #: Keys and values [B, Hkv, S, D] in one tensor each. Of a state with pages, None but within `_in_one_tensor`.
@@ -114,9 +115,6 @@ class KeyDiffState(BlockState):
         with torch.inference_mode(False):
             self._between = scratch((batch, heads, head_dim), self.dtype, self.device, self.config.budget)
 
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return self._anchor, self._age, self._ranked
-
     def _clear(self) -> None:
         self._anchor.zero_()
         self._age.zero_()
@@ -158,10 +156,9 @@ class KeyDiffState(BlockState):
         with self._in_one_tensor():
             return super().step(query, key, value)
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
+    def _reorder(self, index: Tensor) -> None:
         with self._in_one_tensor():
-            super().reorder(index)
+            super()._reorder(index)
 
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._pages is None or self._key is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.contract import Pages
-from ...reference.contract.arguments import check_all_finite, check_config, check_next_slot, check_reorder
+from ...reference.contract.arguments import check_all_finite, check_config, check_next_slot
 from ...reference.contract.pages import check_own_pages
 from ...reference.contract.ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.longflow import LongFlowConfig
@@ -28,6 +28,7 @@ class LongFlowState(State):
     """
 
     config: LongFlowConfig
+    _rows = ("occupied", "positions", "_next_slot", "score", "_sink_end")
 
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -182,15 +183,10 @@ class LongFlowState(State):
         self._end_change()
         return output
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
+    def _reorder(self, index: Tensor) -> None:
         for which in (0, 1):
             self._write(which, self._held(which).index_select(0, index))
-        for tensor in (self.occupied, self.positions, self._next_slot, self.score, self._sink_end):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()
+        super()._reorder(index)
 
     @property
     def _block_table(self) -> Tensor | None:

@@ -24,8 +24,8 @@ what it aggregates and how it ranks:
 - `_chooses_early`: whether the evictions of a block do not depend on its attention; `_early(count)`, if that depends on
   its size. `_prepare` then runs before it, `_choose` beside it, and the tokens move afterwards. Otherwise `_evict` does
   all. `_after` runs after the last block of a prompt, and before a shorter last one.
-- `_allocate()` makes the method's buffers. `_buffers()` returns those with rows (first axis B), which `reorder`
-  permutes; `_carried` is not among them. `_clear()` resets the buffers.
+- `_allocate()` makes the method's buffers. `_rows` has the names of those with rows (first axis B), which `reorder`
+  exchanges, behind the names of BlockState. `_clear()` resets the buffers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from ....reference.contract import Sizes
-from ....reference.contract.arguments import check_config, check_reorder
+from ....reference.contract.arguments import check_config
 from ....reference.contract.attention import check_attention, check_slot_mask
 from ....reference.contract.blocks import BlockConfig
 from ....reference.contract.scales import FP8, check_scales
@@ -79,6 +79,9 @@ class BlockState(State):
 
     Config: ClassVar[type[BlockConfig]]
     config: Any  # of the subclass's Config
+    _rows: ClassVar[tuple[str, ...]] = (
+        "key", "value", "occupied", "positions", "_score", "_token_index", "_valid_seen", "_carried", "_counts",
+    )
     _carries_magnitude: ClassVar[bool] = False
     _rule: ClassVar[str] = "nothing"
     _library_attends: bool = False
@@ -220,19 +223,6 @@ class BlockState(State):
         self._end_change()
         return output
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        carried = [] if self._carried is None else [self._carried]
-        counts = [] if self._counts is None else [self._counts]
-        for tensor in (
-            self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._valid_seen,
-            *carried, *counts, *self._buffers(),
-        ):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()
-
     # Defined by methods ----------------------------------------------------------------------------------------------
 
     def _allocate_tokens(self) -> None:
@@ -246,9 +236,6 @@ class BlockState(State):
 
     def _allocate(self) -> None:
         """Allocate the method's own buffers with `_buffer`."""
-
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return ()
 
     def _clear(self) -> None:
         pass
