@@ -7,7 +7,7 @@ function behind it does the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -26,8 +26,8 @@ class Operation:
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._function = function
         self._operation = torch.library.custom_op(name, function, mutates_args=mutates_args)
-        names = list(signature(function).parameters)
-        self._changed = [names.index(one) for one in mutates_args]
+        self._names = list(signature(function).parameters)
+        self._changed = [self._names.index(one) for one in mutates_args]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or kwargs or not _is_plain(args):
@@ -37,6 +37,15 @@ class Operation:
             # As the operation does it: a backward pass refuses tensors that were changed.
             torch.autograd.graph.increment_version([args[at] for at in self._changed if args[at] is not None])
         return result
+
+    def arguments_after(self, name: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Arguments of a call behind the one called `name`, in order, from these by name. TypeError if they are not
+        those of the next parameters."""
+        first = self._names.index(name) + 1
+        names = self._names[first:first + len(named)]
+        if set(names) != set(named):
+            raise TypeError(f"{self.__name__} takes {', '.join(names)} behind {name}, got {', '.join(named)}")
+        return tuple(named[one] for one in names)
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """As of `torch.library.CustomOpDef`."""
