@@ -26,7 +26,8 @@ class Operation:
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._function = function
         self._operation = torch.library.custom_op(name, function, mutates_args=mutates_args)
-        self._names = list(signature(function).parameters)
+        self._signature = signature(function)
+        self._names = list(self._signature.parameters)
         self._changed = [self._names.index(one) for one in mutates_args]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,8 +49,18 @@ class Operation:
         return tuple(named[one] for one in names)
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """As of `torch.library.CustomOpDef`."""
-        return self._operation.register_fake(function)
+        """As of `torch.library.CustomOpDef`, but the function takes only the arguments that it needs, by their names.
+        Operations that return nothing need none."""
+        places = [self._names.index(name) for name in signature(function).parameters]
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            given = self._signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            values = list(given.arguments.values())
+            return function(*(values[at] for at in places))
+
+        self._operation.register_fake(fake)
+        return function
 
 
 def operation(name: str, *, mutates_args: Iterable[str]) -> Callable[[Callable[..., Any]], Operation]:

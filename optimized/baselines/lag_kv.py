@@ -83,10 +83,7 @@ def rank_chunks(
 
 
 @rank_chunks.register_fake
-def _(
-    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
-    score: Tensor, places: Tensor, spreads: Tensor, capacity: int, end: int, sinks: int, lag: int,
-) -> Tensor:
+def _(key: Tensor, end: int) -> Tensor:
     return key.new_empty((*key.shape[:2], end), dtype=torch.int64)
 
 
@@ -109,14 +106,6 @@ def finish_step(
             key, value, occupied, positions, token_index, valid_seen, score, slots, budget, lag, HEAD_DIM=head_dim,
             D_PAD=padded_head_dim(head_dim), CHUNK=chunk, num_warps=4 if chunk <= 1024 else 8,
         )
-
-
-@finish_step.register_fake
-def _(
-    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
-    score: Tensor, places: Tensor, spreads: Tensor, budget: int, sinks: int, lag: int,
-) -> None:
-    return None
 
 
 def _rank(

@@ -126,7 +126,7 @@ def _quantize(
 
 
 @_quantize.register_fake
-def _(x: Tensor, bits: int, group: int, least_scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return _results(x, group, dtype)
 
 
@@ -142,7 +142,7 @@ def _shrink(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 @_shrink.register_fake
-def _(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes.new_empty(codes.shape), scale.new_empty(scale.shape)
 
 
@@ -158,7 +158,7 @@ def _dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtyp
 
 
 @_dequantize.register_fake
-def _(codes: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtype) -> Tensor:
+def _(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
@@ -196,15 +196,6 @@ def _store(
     total = key.shape[2]
     if total >= sinks + window:
         _settle(key, value, place, count, None, None, stored, least_scale, sinks, window, limits, total, group)
-
-
-@_store.register_fake
-def _(
-    key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_words: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_words: Tensor, value_scale: Tensor, value_minimum: Tensor, least_scale: float, sinks: int, window: int,
-    limits: list[int], group: int,
-) -> None:
-    return None
 
 
 @operation(
@@ -246,13 +237,7 @@ def _step(
 
 
 @_step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_words: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_words: Tensor, value_scale: Tensor, value_minimum: Tensor,
-    count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
-    weight_sums: Tensor, scale: float, least_scale: float, sinks: int, window: int, limits: list[int], group: int,
-    splits: int,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 

@@ -106,11 +106,6 @@ def _fill(key: Tensor, count: Tensor, maximum: Tensor, minimum: Tensor, size: in
     _bounds(key, count, maximum, minimum, size, tokens)
 
 
-@_fill.register_fake
-def _(key: Tensor, count: Tensor, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
-    return None
-
-
 def _bounds(key: Tensor, count: Tensor | None, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
     batch, heads, _, head_dim = key.shape
     size = min(size, tokens)                                    # a program loops over all places of a page
@@ -157,7 +152,7 @@ def _page_scores(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
 
 
 @_page_scores.register_fake
-def _(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
+def _(query: Tensor, maximum: Tensor) -> Tensor:
     return _empty_scores(query, maximum)
 
 
@@ -171,7 +166,7 @@ def _select_pages(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tens
 
 
 @_select_pages.register_fake
-def _(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tensor:
+def _(score: Tensor, k: int) -> Tensor:
     return score.new_empty((*score.shape[:2], k), dtype=torch.int64)
 
 
@@ -254,12 +249,7 @@ def _attend(
 
 
 @_step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, maximum: Tensor, minimum: Tensor,
-    scores: Tensor, selected: Tensor, count: Tensor, counters: Tensor, positions: Tensor, pages_now: Tensor,
-    partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float, size: int, keep_last: bool,
-    round_scores: bool, splits: int,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 

@@ -129,14 +129,3 @@ def score_due(
             1.0 - mix_lambda, capacity, end, slots, heads, window, kernel_size, APPENDED=appended, CHUNK=CHUNK,
             num_warps=4,
         )
-
-
-@score_due.register_fake
-def _(
-    window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, token_index: Tensor,
-    valid_seen: Tensor, counts: Tensor, score: Tensor, factors: Tensor, inverses: Tensor, means: Tensor,
-    importance: Tensor, age: Tensor, by_age: Tensor, left_out: Tensor, parts: Tensor, scale: float, capacity: int,
-    count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool, by_score: bool,
-    appended: bool,
-) -> None:
-    return None

@@ -100,10 +100,7 @@ def renew(
 
 
 @renew.register_fake
-def _(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, positions: Tensor, seen: Tensor,
-    scale: float, alpha: float,
-) -> Tensor:
+def _(key: Tensor) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.int64)
 
 
@@ -200,10 +197,7 @@ def renew_pages(
 
 
 @renew_pages.register_fake
-def _(
-    query: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
-    score: Tensor, seen: Tensor, capacity: int, size: int, best: int, negative: bool,
-) -> Tensor:
+def _(query: Tensor, key: Tensor, capacity: int) -> Tensor:
     return key.new_empty((*key.shape[:2], capacity + query.shape[2]), dtype=torch.int64)
 
 

@@ -336,9 +336,5 @@ def _shrink(
 
 
 @_shrink.register_fake
-def _(
-    sizes: Tensor, planned: Tensor, block_thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
-    physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str, block: int, group: int,
-    tau: int, head_dim: int, most: int,
-) -> Tensor:
+def _(positions: Tensor) -> Tensor:
     return positions.new_empty(positions.shape, dtype=torch.bool)
