@@ -11,7 +11,7 @@ from torch import Tensor
 from ...reference.baselines.lag_kv import LagKVConfig
 from .._common.block_cache.evict_kernels import COUNTED, _valid_before
 from .._common.block_cache.ops import chunk_size
-from .._common.block_cache.state import Block, BlockState
+from .._common.block_cache.state import Block, BlockState, Policy
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32
 from .._common.operation import operation
@@ -35,16 +35,14 @@ class LagKVState(BlockState):
     _library_attends = True
     _chooses_early = True
 
+    def _make_policy(self) -> Policy:
+        return Policy(by_blocks=self.config.capacity > self.config.budget)
+
     def _allocate(self) -> None:
         config, (batch, _, heads, _, _) = self.config, self.sizes
         programs = batch * heads * triton.cdiv(config.block_size, config.lag)
         self._places = self._buffer(programs, 2 * config.lag, dtype=torch.int32)
         self._spreads = self._buffer(programs, 3, config.lag, dtype=torch.float64)
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
-        synchronize with the host."""
-        return super().step(query, key, value) if self._ranks is None else self._step_as_block(query, key, value)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         return rank_chunks(

@@ -98,11 +98,11 @@ class SnapKVState(BlockState):
         self._window_counters.zero_()
         self._order.copy_(torch.arange(self.config.budget, device=self.device))
 
-    def _takes_prompt(self, total: int) -> bool:
-        return total > self.config.capacity
-
-    def _take_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+    def _take_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor | None:
         config, total = self.config, query.shape[2]
+        if total <= config.capacity:
+            return None
+        self._start_change("prefill")
         output = self._attend_prompt(query, key, value, valid, padded=False)
         observe(query, valid, self._seen, self._window_query, self._window_positions)
         window = query[:, :, -config.observers:]
@@ -118,6 +118,7 @@ class SnapKVState(BlockState):
         self._counts.fill_(config.budget)
         self._valid_seen.fill_(total)
         self._seen.fill_(total)
+        self._end_change()
         return output
 
     def _early(self, count: int) -> bool:

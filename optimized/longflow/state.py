@@ -61,6 +61,14 @@ class LongFlowState(State):
         self._seen = self._buffer(1, dtype=torch.int64)                  # on the device: graphs update it
         with torch.inference_mode(False):
             self._scratch = _ops.scratch(self.sizes, self._caches[0], config.per_head)
+        workspace, candidates, completion_counters = self._scratch
+        #: Of every step, behind the caches and their block table.
+        self._arguments = _ops.step.arguments_after("block_table", {
+            "occupied": self.occupied, "positions": self.positions, "next_slot": self._next_slot, "score": self.score,
+            "sink_end": self._sink_end, "seen": self._seen, "workspace": workspace, "candidates": candidates,
+            "completion_counters": completion_counters, "scale": self.scale, "per_head": config.per_head,
+            "protect_newest": config.protect_newest,
+        })
         self.reset()
 
     @property
@@ -160,11 +168,7 @@ class LongFlowState(State):
         if self._ranks is not None:
             return self._step_with(self._ranks, query, key, value)
         self._note_change()
-        output: Tensor = _ops.step(
-            query, key, value, *self._caches, self._block_table, self.occupied, self.positions, self._next_slot,
-            self.score, self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head,
-            self.config.protect_newest,
-        )
+        output: Tensor = _ops.step(query, key, value, *self._caches, self._block_table, *self._arguments)
         return output
 
     def _step_with(self, ranks: Ranks, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ RULES = {
 }
 #: Rules that rank by the logits.
 WEIGHING = ("sum", "newest", "renew", "activate")
+#: Rules that read a number that each token carries.
+CARRYING = ("sum", "activate")
 #: Rules that leave eviction to the caller. A head's last program finishes it, since little is left to do.
 BARE = ("nothing", "append")
 
