@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kvtwin.conformance import interpreter
-from kvtwin.conformance.interpreter import language
+from kvtwin.conformance.interpreter import frames, language
 
 INTERPRETED = interpreter.interprets(triton.language.standard)
 ACCELERATED = INTERPRETED and interpreter.prepare().accelerated
@@ -227,6 +227,14 @@ if INTERPRETED:
         rounds.seen.clear()
         run()
         assert "_kernel" in rounds.seen, "the kernel after a failed one must patch again"
+
+    @accelerated
+    def test_a_launch_has_space_for_its_frames():
+        with pytest.raises(Exception, match="NoneType") as caught:
+            _kernel[(1,)](None, torch.empty(1), 1, SIZE=8)
+        below = [entry.frame.raw.f_code for entry in caught.traceback]
+        assert frames.call.__code__ in below
+        assert frames.call.__code__.co_stacksize * 8 > 2**19, "a chunk of less than 1 MB"
 
     def test_loaded_numbers_are_scalars():
         """Triton 3.6 converts an array of one dimension to an index, which numpy 2.4 refuses."""
