@@ -118,6 +118,10 @@ class BlockState(State):
         self._counters = self._buffer(counters_of(self.sizes, config.block_size), dtype=torch.int32)
         self.reset()
 
+    @classmethod
+    def _compiles(cls, config: Any) -> bool:
+        return True
+
     @property
     def score(self) -> Tensor:
         return self._score
