@@ -42,17 +42,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..contract import MethodConfig
 from ..contract.arguments import check_reorder, check_tensor
-from .masks import (
-    MaskSpec,
-    make_mask,
-    new_tokens,
-    no_padding,
-    none_is_padding,
-    readable,
-    refuse_restart,
-    require,
-    spec_of,
-)
+from . import masks
+from .masks import MaskSpec
 from .progress import ACTIVATE, NAME, Progress
 
 _OWNER = "_kvtwin_layer"
@@ -92,7 +83,7 @@ def attention(
 
 # register() is global. Item assignment would change a single instance, which transformers ignores.
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, make_mask)
+AttentionMaskInterface.register(NAME, masks.make_mask)
 
 
 class StateLayer(CacheLayerMixin):
@@ -179,11 +170,11 @@ class StateLayer(CacheLayerMixin):
         compiled = self.is_compileable and torch.compiler.is_compiling()
         seen = self._seen - self._pending if not compiled else None if self._begun else 0
         self._make_state(query, key, scaling, seen)
-        spec = spec_of(mask, self._mask)
+        spec = masks.spec_of(mask, self._mask)
         own = self._mask if seen is not None or self._covered else None
-        occupied = new_tokens(spec, own, key, seen, self.counted)
+        occupied = masks.new_tokens(spec, own, key, seen, self.counted)
         if seen is not None:
-            refuse_restart(spec, position_ids, self._mask, seen)
+            masks.refuse_restart(spec, position_ids, self._mask, seen)
             self._covered = self._mask is not None and self._mask.shape[1] > seen + self._pending
         run = self._in_blocks if hasattr(self.state, "append_block") else self._in_steps
         output = run(query, key, value, spec, occupied, seen)
@@ -195,9 +186,9 @@ class StateLayer(CacheLayerMixin):
     ) -> Tensor:
         """Pass the first tokens to `prefill`, later ones to `append_block`, or to `step` a single one that is not
         padding."""
-        if key.shape[2] == 1 and none_is_padding(spec, occupied):
+        if key.shape[2] == 1 and masks.none_is_padding(spec, occupied):
             return self.state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])[:, :, None]
-        takes = self.state.prefill if seen == 0 and readable(key) else self.state.append_block
+        takes = self.state.prefill if seen == 0 and masks.readable(key) else self.state.append_block
         output: Tensor = takes(query, key, value, occupied)
         return output
 
@@ -209,7 +200,7 @@ class StateLayer(CacheLayerMixin):
             output: Tensor = self.state.prefill(query, key, value, occupied)
             return output
         if occupied is not None:
-            require(
+            masks.require(
                 spec, "tokens", occupied,
                 "attention_mask has padding behind tokens that the cache has seen: all of a prompt's padding must lie "
                 "in the first forward pass on this cache (a larger prefill_chunk_size; no padded second turn)",
@@ -233,6 +224,9 @@ class StateLayer(CacheLayerMixin):
                        if wanted[name] != self._made[name]]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
         self.state = self._state_class(replace(self._config, scale=scaling), **sizes)
+        if self.is_compileable and not torch.compiler.is_compiling():
+            for tensor in self.state._tensors():        # otherwise a compiler makes no CUDA graphs of steps
+                torch._dynamo.mark_static_address(tensor)
         self._made = wanted
 
     def get_seq_length(self) -> int:
@@ -271,7 +265,7 @@ class StateLayer(CacheLayerMixin):
 
     def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | None:
         """Whether that pass's token is padding in no row: see `masks.no_padding`."""
-        return no_padding(mask, position_ids, self._mask, seen)
+        return masks.no_padding(mask, position_ids, self._mask, seen)
 
     def reset(self) -> None:
         """Forget every token. The state stays allocated for the next prompt of the same batch size."""
@@ -332,7 +326,7 @@ class StateCache(Cache):
         if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             raise NotImplementedError(_SHARING)
         self.config = self._method_config(budget, options)
-        mask = _as_mask(attention_mask)
+        mask = masks.as_mask(attention_mask)
         layers = [
             self._layer(number, mask) if type(layer) is DynamicLayer else layer
             for number, layer in enumerate(DynamicCache(config=config).layers)
@@ -399,17 +393,3 @@ def _as_rows(beam_idx: object) -> Tensor:
     if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"beam_idx must have an integer dtype, got {index.dtype}")
     return index.to(torch.int64)
-
-
-def _as_mask(attention_mask: object) -> Tensor | None:
-    """Return an attention mask [B, T] as bool, or None."""
-    if attention_mask is None:
-        return None
-    if not isinstance(attention_mask, Tensor):
-        raise TypeError(f"attention_mask must be a torch.Tensor [B, T], got {type(attention_mask).__name__}")
-    if attention_mask.dim() != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
-        raise ValueError(
-            "attention_mask must be [B, T] of bools or integers, 0 for padding, "
-            f"got {tuple(attention_mask.shape)} of {attention_mask.dtype}"
-        )
-    return attention_mask.bool()

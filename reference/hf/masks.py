@@ -128,6 +128,20 @@ def make_mask(**arguments: Any) -> MaskSpec | Tensor | None:
     return MaskSpec(**arguments)
 
 
+def as_mask(attention_mask: object) -> Tensor | None:
+    """Return an attention mask [B, T] as bool, or None."""
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a torch.Tensor [B, T], got {type(attention_mask).__name__}")
+    if attention_mask.dim() != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
+        raise ValueError(
+            "attention_mask must be [B, T] of bools or integers, 0 for padding, "
+            f"got {tuple(attention_mask.shape)} of {attention_mask.dtype}"
+        )
+    return attention_mask.bool()
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether a tensor's elements can be read: not while a graph is compiled or captured."""
     return not torch.compiler.is_compiling() and not capturing(tensor.device)
@@ -137,8 +151,8 @@ def require(spec: MaskSpec, what: str, true: Tensor, message: str) -> None:
     """ValueError unless all elements of the bool tensor `true` are True. what: see `MaskSpec.all`.
 
     While a graph is compiled or captured, this becomes an assertion on the device, once for each pass: RuntimeError on
-    the CPU; on CUDA the message is printed, and the next call that synchronizes fails. The message is a constant of such
-    a graph, so it must not contain a number that changes.
+    the CPU; on CUDA the message is printed, and the next call that synchronizes fails. The message is a constant of the
+    graph, so it must not contain a number that changes.
     """
     if not readable(true):
         if what not in spec._answers:
@@ -177,7 +191,7 @@ def spec_of(mask: object, own: Tensor | None) -> MaskSpec:
 def new_tokens(
     spec: MaskSpec, own: Tensor | None, key: Tensor, seen: int | None, counted: Tensor | None
 ) -> Tensor | None:
-    """The new tokens that are not padding, [B, Q] bool, by the masks of the model and of the cache. None without a mask.
+    """The new tokens that are not padding, [B, Q] bool, by the masks of the model and of the cache; None without one.
 
     own: the cache's mask [B, T]; seen, counted: as in `MaskSpec.occupied`. ValueError if the masks differ.
     """
@@ -233,6 +247,8 @@ def no_padding(mask: object, position_ids: Tensor | None, own: Tensor | None, se
     mask: the model's attention_mask, a MaskSpec or None. own: the cache's own mask. Like a forward pass, this reads the
     mask's newest elements on the host. ValueError as in `refuse_restart`.
     """
+    if isinstance(mask, dict) and len(mask) == 1:           # one for all layers, as `generate` makes them ahead
+        mask = next(iter(mask.values()))
     if isinstance(mask, MaskSpec):
         mask = mask.given
     if mask is None:

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 NAME = "kvtwin"
 _INTERRUPTED = (
-    "the layers have seen different numbers of tokens{} because a forward pass was interrupted: call reset() on the cache "
-    "and pass all tokens again"
+    "the layers have seen different numbers of tokens{} because a forward pass was interrupted: call reset() on the "
+    "cache and pass all tokens again"
 )
 ACTIVATE = f'model.set_attn_implementation("{NAME}")'
 
@@ -57,8 +57,8 @@ class Progress:
         self._last = number
 
     def _compare_on_device(self, number: int) -> None:
-        """Before a compiled pass, whose numbers of tokens only the device has: an assertion there that the first and the
-        last layer have seen the same number. They differ after a pass that was interrupted between the two."""
+        """At the first layer of a compiled pass, whose number of tokens only the device has: an assertion that the
+        first and the last layer have seen the same number. After an interrupted pass they differ."""
         if number == self._evicting[0]:
             first, last = (self._layers[n].counted for n in (self._evicting[0], self._evicting[-1]))
             if first is not None and last is not None and first is not last:
