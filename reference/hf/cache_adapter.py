@@ -16,9 +16,10 @@ with a stock cache (sliding windows, other caches) get the stock mask and the st
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -99,8 +100,7 @@ class StateLayer(CacheLayerMixin):
         self._made: dict[str, Any] = {}     # the arguments of the state
         self._seen = 0                      # tokens, counted on the host to avoid a synchronization
         self._pending = 0                   # tokens passed to `update` but not yet to attention
-        # Compiled passes of a compileable layer count on the device only: a number of the host that differs from step
-        # to step would be a constant of their graph, or an argument of it. They read these instead of `_seen`.
+        # A compiled pass reads these instead of `_seen`, which would be a constant or an argument of its graph.
         self._begun = False                 # whether the layer has seen tokens
         self._covered = False               # whether the constructor's mask has tokens that the layer has not seen
         self._behind = False                # whether compiled passes have added tokens that `_seen` lacks
@@ -176,7 +176,7 @@ class StateLayer(CacheLayerMixin):
         if seen is not None:
             masks.refuse_restart(spec, position_ids, self._mask, seen)
             self._covered = self._mask is not None and self._mask.shape[1] > seen + self._pending
-        run = self._in_blocks if hasattr(self.state, "append_block") else self._in_steps
+        run: Callable[..., Tensor] = self._in_blocks if hasattr(self.state, "append_block") else self._in_steps
         output = run(query, key, value, spec, occupied, seen)
         self._pending, self._begun = 0, True
         return output.transpose(1, 2).contiguous()
@@ -209,7 +209,7 @@ class StateLayer(CacheLayerMixin):
         outputs: list[Tensor] = [self.state.step(*token) for token in tokens]
         return outputs[0][:, :, None] if len(outputs) == 1 else torch.stack(outputs, dim=2)
 
-    def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int) -> None:
+    def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int | None) -> None:
         """Create a state for these tokens, unless the current one fits. ValueError if it does not fit but holds tokens.
         """
         sizes = {
@@ -219,7 +219,7 @@ class StateLayer(CacheLayerMixin):
         wanted = {"scaling": scaling, **sizes}
         if wanted == self._made:
             return
-        if seen:
+        if seen != 0:
             changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
                        if wanted[name] != self._made[name]]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
@@ -236,14 +236,12 @@ class StateLayer(CacheLayerMixin):
         return self._on_host() if counted is None else counted[0]  # type: ignore[return-value]
 
     def _on_host(self) -> int:
-        """The number of tokens seen. Synchronizes with the GPU after compiled passes."""
         if not torch.compiler.is_compiling() and self._behind:
             self._seen, self._behind = self.state.tokens_seen, False
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the mask, as if no token were evicted; of the new tokens alone if the host does not know
-        how many there were. Nothing depends on them: see `MaskSpec`."""
+        """(length, offset) of the mask, as if no token were evicted, or none seen where the host does not know."""
         return query_length if self.uncounted else self._seen + query_length, 0
 
     @property
@@ -347,6 +345,13 @@ class StateCache(Cache):
         self._progress.enter(layer_idx)
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile decode steps. It would compile the chunks of a prompt as well, each length for
+        itself: its method for prompts gets False."""
+        asks = None if torch.compiler.is_compiling() else sys._getframe(1).f_back
+        return super().is_compileable and (asks is None or asks.f_code.co_name != "_prefill")
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The number of tokens before those of a pass, for its mask: see `StateLayer.get_mask_sizes`."""

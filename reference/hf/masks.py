@@ -207,7 +207,8 @@ def new_tokens(
             f"{count}, got {(rows, total)}"
         )
     own = own.to(key.device)
-    if counted is not None:
+    if seen is None:
+        assert counted is not None
         place = torch.arange(count, device=key.device) + counted
         own = torch.nn.functional.pad(own, (0, 1), value=True).index_select(1, place.clamp(max=total))
     else:

@@ -3,6 +3,7 @@ that it is compileable."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,7 @@ from kvtwin.conformance.methods.support.captured_cases import feed, h2o, made
 from kvtwin.conformance.methods.support.tiny_models import prompts
 from kvtwin.optimized import hf
 from kvtwin.optimized.hf import captured
+from kvtwin.reference.hf import masks
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.whole]
 
@@ -43,20 +45,28 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 @pytest.fixture
-def compiled() -> Iterator[Callable[..., tuple[Run, list[object]]]]:
-    """compiled(backend) returns `generated` with steps that a backend compiles, and the list of graphs so far."""
+def compiled() -> Iterator[Callable[..., tuple[Run, list[object], Any]]]:
+    """compiled(backend) returns `generated` with steps that a backend compiles, the list of graphs, and `single`."""
     from torch._dynamo.backends.registry import lookup_backend
 
     graphs: list[object] = []
 
-    def with_backend(name: str = "aot_eager") -> tuple[Run, list[object]]:
+    def with_backend(name: str = "aot_eager") -> tuple[Run, list[object], Any]:
         def backend(graph: Any, inputs: Any) -> Any:
             graphs.append(graph)
             return lookup_backend(name)(graph, inputs)
 
         config = CompileConfig(backend=backend, fullgraph=True, mode=None)
         config._compile_all_devices = True                          # transformers compiles only on a GPU otherwise
-        return lambda *args, **options: generated(*args, compile_config=config, **options), graphs
+
+        def single(forward: Any) -> Any:
+            """A model's forward method that compiles passes of one token."""
+            graph = torch.compile(forward, backend=backend, fullgraph=True)
+            return functools.wraps(forward)(
+                lambda *args, **given: (graph if given["input_ids"].shape[1] == 1 else forward)(*args, **given)
+            )
+
+        return lambda *args, **options: generated(*args, compile_config=config, **options), graphs, single
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                              # warnings of the compiler do not concern us
@@ -93,7 +103,7 @@ def check(name: str, model: Any, run: Run, graphs: list[object], inputs: dict[st
     for name in COMPILEABLE
 ])
 def test_compiled_steps_have_the_bits_of_plain_steps(name, model, device, compiled):
-    run, graphs = compiled()
+    run, graphs, _ = compiled()
     check(name, model, run, graphs, prompts(9, [0, 2], device), 6)
 
 
@@ -101,7 +111,7 @@ def test_compiled_steps_have_the_bits_of_plain_steps(name, model, device, compil
 @pytest.mark.parametrize("name", ["longflow", "snapkv-once-in-four-tokens", "r_kv-once-in-four-tokens"])
 def test_inductor_generates_code_of_steps(name, model, device, compiled):
     """Inductor fuses the model's own operations, so that its logits are not bitwise equal. Its tokens are."""
-    run, graphs = compiled("inductor")
+    run, graphs, _ = compiled("inductor")
     inputs, cache, plain = prompts(9, [0, 2], device), make(name, model), make(name, model)
     expected = generated(model, plain, inputs, 12, disable_compile=True)
     assert_same(run(model, cache, inputs, 12)[0], expected[0], what="tokens")
@@ -111,23 +121,29 @@ def test_inductor_generates_code_of_steps(name, model, device, compiled):
 
 @pytest.mark.slow_on_cpu
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True}], ids=str)
-def test_beams_samples_turns_and_chunks(options, model, device, compiled):
-    """A second turn goes on where compiled steps ended, as a prompt of several tokens in chunks, and of one."""
-    run, graphs = compiled()
-    found = []
-    for how in (run, generated):
+def test_beams_samples_turns_and_chunks(options, model, device, compiled, monkeypatch):
+    """Later turns go on where compiled steps ended, with prompts in chunks and in one piece, which are not compiled.
+    (transformers does not compile beam search by itself.)"""
+    run, graphs, single = compiled()
+    found: list[list[tuple[Tensor, ...]]] = []
+    for how in (generated, run):
+        if how is run and "num_beams" in options:
+            monkeypatch.setattr(model, "forward", single(model.forward))
         cache, given = h2o(model), prompts(7, [0, 2], device)
-        for count in (3, 1):
+        found.append([])
+        for count, chunk in ((3, 3), (1, None if masks.STARTS_AT_0 else 2), (0, None)):
             torch.manual_seed(1)
-            found.append(how(model, cache, given, 4, **options))
-            found.append((torch.tensor(cache.get_seq_length()), *(layer.state.positions for layer in cache.layers)))
-            more = torch.full((2, count), 5, device=device)
-            ids = torch.cat([found[-2][0], more], 1)
+            mine = how(model, cache, given, 4, prefill_chunk_size=chunk, **options)
+            places = (layer.state.positions for layer in cache.layers)
+            found[-1] += [mine, (torch.tensor(cache.get_seq_length()), *places)]
+            if not count:
+                break
+            ids = torch.cat([mine[0], torch.full((2, count), 5, device=device)], 1)
             mask = torch.ones_like(ids)
             mask[:, :7] = given["attention_mask"][:, :7]
             given = {"input_ids": ids, "attention_mask": mask}
     assert len(graphs) == 1
-    for mine, other in zip(found[:len(found) // 2], found[len(found) // 2:], strict=True):
+    for mine, other in zip(*found, strict=True):
         assert_equal(mine, other)
 
 
@@ -149,7 +165,7 @@ def test_a_compiled_step_after_an_interrupted_one_is_refused(compiled):
 
 
 def test_nothing_is_compiled_within_captured(model, device, graphs, compiled):
-    run, made_graphs = compiled()
+    run, made_graphs, _ = compiled()
     inputs = prompts(5, [0, 2], device)
     expected = generated(model, h2o(model), inputs, 4, disable_compile=True)
     with captured(model) as steps:
