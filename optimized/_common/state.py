@@ -127,6 +127,15 @@ class State(Rows, Buffers, Changeable, Reorderable):
         check_kernel_device("device", self.device)
         self.scale = resolve_scale(config.scale, head_dim)
 
+    #: The number of tokens since the last reset, [1] int64, in states whose steps can be compiled.
+    _seen: Tensor
+
+    @classmethod
+    def _compiles(cls, config: Any) -> bool:
+        """Whether a compiler can take the steps of a state with this config: all that differs from step to step is in
+        tensors that stay, and the host decides nothing."""
+        return False
+
     #: Tokens that the host has counted, in states with room for config.max_tokens. The others leave it at 0.
     _counted = 0
 
