@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
         name="transformers",
     ) from None
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -51,6 +51,7 @@ _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
 # Keyword arguments by which some models change the logits. Ignoring them would compute another attention.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
+_OF_PROMPTS = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)     # generate's method for prompts
 
 
 def attention(
@@ -104,8 +105,7 @@ class StateLayer(CacheLayerMixin):
         self._begun = False                 # whether the layer has seen tokens
         self._covered = False               # whether the constructor's mask has tokens that the layer has not seen
         self._behind = False                # whether compiled passes have added tokens that `_seen` lacks
-        compiles = getattr(state_class, "_compiles", None)
-        self.is_compileable = compiles is not None and compiles(config)
+        self.is_compileable = getattr(state_class, "_compiles", lambda config: False)(config)
 
     @property
     def pending(self) -> int:
@@ -210,8 +210,7 @@ class StateLayer(CacheLayerMixin):
         return outputs[0][:, :, None] if len(outputs) == 1 else torch.stack(outputs, dim=2)
 
     def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int | None) -> None:
-        """Create a state for these tokens, unless the current one fits. ValueError if it does not fit but holds tokens.
-        """
+        """Create a state for these tokens, unless the current one fits. ValueError if that one holds tokens."""
         sizes = {
             "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
             "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device,
@@ -348,10 +347,10 @@ class StateCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `generate` may compile decode steps. It would compile the chunks of a prompt as well, each length for
-        itself: its method for prompts gets False."""
+        """Whether `generate` may compile decode steps. Its method for prompts, which asks the same, gets False:
+        compiled chunks are right, but their graphs reach the compiler's limit, and steps then have none."""
         asks = None if torch.compiler.is_compiling() else sys._getframe(1).f_back
-        return super().is_compileable and (asks is None or asks.f_code.co_name != "_prefill")
+        return super().is_compileable and (asks is None or asks.f_code is not _OF_PROMPTS)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The number of tokens before those of a pass, for its mask: see `StateLayer.get_mask_sizes`."""
