@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...reference.contract.arguments import check_config, check_room
 from .operation import Operation
-from .state import State
+from .state import UNCOUNTED, State
 
 
 class GrowingState(State):
@@ -79,7 +79,18 @@ class GrowingState(State):
     @property
     def tokens_seen(self) -> int:
         """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
-        return int(self._counters[0])
+        seen = int(self._counters[0])
+        if self._counted == UNCOUNTED:
+            self._counted = seen
+        return seen
+
+    @classmethod
+    def _compiles(cls, config: Any) -> bool:
+        return True
+
+    @property
+    def _seen(self) -> Tensor:  # type: ignore[override]
+        return self._counters[:1]
 
     @property
     def occupied(self) -> Tensor:
@@ -114,13 +125,17 @@ class GrowingState(State):
         """Append a token and attend.
 
         query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with the
-        host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
-        dropped.
+        host, but once after compiled steps. ValueError beyond config.max_tokens tokens, counted by the host; in replays
+        of a graph, further tokens are dropped; in compiled steps, this is an assertion on the device.
         """
         self._check_step(query, key, value)
-        check_room(self._counted, 1, self.config.max_tokens)
+        compiled, most = torch.compiler.is_compiling(), self.config.max_tokens
+        if compiled:
+            torch._assert_async(self._counters[0] < most, f"max_tokens={most} is too small")
+        else:
+            check_room(self._counted_now, 1, most)
         self._start_change("step")
         output: Tensor = self._step(query, key, value, *self._arguments)
-        self._counted += 1
+        self._counted = UNCOUNTED if compiled else self._counted + 1
         self._end_change()
         return output

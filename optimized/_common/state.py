@@ -15,6 +15,10 @@ from .launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launc
 from .library_attention import attend_prompt
 
 
+#: The number of tokens after compiled steps, which the host does not see: the device knows.
+UNCOUNTED = -1
+
+
 class Buffers:
     """What holds tensors on one device that are updated in place."""
 
@@ -136,14 +140,21 @@ class State(Rows, Buffers, Changeable, Reorderable):
         tensors that stay, and the host decides nothing."""
         return False
 
-    #: Tokens that the host has counted, in states with room for config.max_tokens. The others leave it at 0.
+    #: Tokens that the host has counted, in states with room for config.max_tokens, or UNCOUNTED. The others leave it
+    #: at 0.
     _counted = 0
+
+    @property
+    def _counted_now(self) -> int:
+        """`_counted`, which after compiled steps is read from the device."""
+        return self.tokens_seen if self._counted == UNCOUNTED else self._counted
 
     @property
     def _takes_a_step(self) -> bool:
         """Whether a step would raise no error, whatever its arguments: no change was interrupted, and there is room.
-        Reads no tensor."""
-        return self._interrupted is None and self._counted < getattr(self.config, "max_tokens", self._counted + 1)
+        Reads no tensor, except after compiled steps."""
+        counted = self._counted_now
+        return self._interrupted is None and counted < getattr(self.config, "max_tokens", counted + 1)
 
     @property
     def _num_rows(self) -> int:

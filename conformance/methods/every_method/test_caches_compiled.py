@@ -35,8 +35,8 @@ from kvtwin.reference.hf import masks
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.whole]
 
-#: States that grow, allocate by the prompt, or decide on the host.
-OTHERS = {"ThinKV", "SyncKV", "EpiKV", "KIVI", "PMKVQ", "Quest", "CAKE"}
+#: States that allocate by the prompt, or decide on the host.
+OTHERS = {"ThinKV", "SyncKV", "EpiKV", "CAKE"}
 COMPILEABLE = [name for name, (kind, _) in CACHES.items() if kind not in OTHERS]
 #: Steps that run in each test of all tests, and those that evict once in so many tokens.
 QUICK = ("longflow", "h2o-once-in-four-tokens")
@@ -162,6 +162,27 @@ def test_a_compiled_step_after_an_interrupted_one_is_refused(compiled):
             graph(torch.tensor([[5]]), past_key_values=cache)
         with pytest.raises(RuntimeError, match=r"interrupted: call reset\(\)"):
             model(torch.tensor([[5]]), past_key_values=cache)
+
+
+def test_room_is_counted_in_compiled_steps_and_behind_them(compiled):
+    """On the CPU, as above."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels take no tensors of the CPU beside a GPU")
+    model, token = made("qwen3", torch.device("cpu")), torch.tensor([[5]])
+    cache = hf.QuestCache(model.config, budget=4, page_size=2, max_tokens=6)
+    graph = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        feed(model, cache, [[3, 1, 4]])
+        for forward in (graph, graph, model):
+            forward(token, past_key_values=cache)
+        with pytest.raises(ValueError, match="max_tokens=6 is too small for 7 tokens"):
+            model(token, past_key_values=cache)
+        cache.reset()
+        feed(model, cache, [[3, 1, 4, 1, 5]])
+        graph(token, past_key_values=cache)
+        assert not cache.layers[0].state._takes_a_step
+        with pytest.raises(RuntimeError, match="max_tokens=6 is too small"):
+            graph(token, past_key_values=cache)
 
 
 def test_nothing_is_compiled_within_captured(model, device, graphs, compiled):
