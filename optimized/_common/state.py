@@ -14,7 +14,6 @@ from ...reference.contract.interruption import Interruptible, Reorderable
 from .launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from .library_attention import attend_prompt
 
-
 #: The number of tokens after compiled steps, which the host does not see: the device knows.
 UNCOUNTED = -1
 
