@@ -14,9 +14,6 @@ from ...reference.contract.interruption import Interruptible, Reorderable
 from .launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from .library_attention import attend_prompt
 
-#: The number of tokens after compiled steps, which the host does not see: the device knows.
-UNCOUNTED = -1
-
 
 class Buffers:
     """What holds tensors on one device that are updated in place."""
@@ -139,14 +136,18 @@ class State(Rows, Buffers, Changeable, Reorderable):
         tensors that stay, and the host decides nothing."""
         return False
 
-    #: Tokens that the host has counted, in states with room for config.max_tokens, or UNCOUNTED. The others leave it
-    #: at 0.
+    #: Tokens that the host has counted, in states with room for config.max_tokens. The others leave it at 0.
     _counted = 0
+    #: Whether compiled steps have added tokens that the host has not counted.
+    _behind = False
 
     @property
     def _counted_now(self) -> int:
         """`_counted`, which after compiled steps is read from the device."""
-        return self.tokens_seen if self._counted == UNCOUNTED else self._counted
+        return self.tokens_seen if self._behind else self._counted
+
+    def _expect(self, count: int) -> None:
+        """What the host does before a compiled pass of `count` tokens, if it knows of one."""
 
     @property
     def _takes_a_step(self) -> bool:

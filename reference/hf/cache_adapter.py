@@ -77,9 +77,7 @@ def attention(
     mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
     if isinstance(mask, Tensor):
         mask = mask.to(query.device)                # for models on several devices, which move tensors but no MaskSpec
-    output, _ = sdpa_attention_forward(
-        module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
-    )
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     return output, None
 
 
@@ -240,7 +238,10 @@ class StateLayer(CacheLayerMixin):
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the mask, as if no token were evicted, or none seen where the host does not know."""
+        """(length, offset) of the mask, as if no token were evicted, or none seen where the host does not know.
+        `generate` asks before each compiled pass."""
+        if self._behind and not torch.compiler.is_compiling():
+            self.state._expect(query_length)
         return query_length if self.uncounted else self._seen + query_length, 0
 
     @property

@@ -185,6 +185,14 @@ def test_room_is_counted_in_compiled_steps_and_behind_them(compiled):
             graph(token, past_key_values=cache)
 
 
+def test_generate_is_told_before_a_compiled_step_without_room(model, device, compiled):
+    run, graphs, _ = compiled()
+    cache = hf.QuestCache(model.config, budget=4, page_size=2, max_tokens=12)
+    with pytest.raises(ValueError, match="max_tokens=12 is too small for 13 tokens"):
+        run(model, cache, prompts(9, [0, 2], device), 6)
+    assert (cache.get_seq_length(), len(graphs)) == (12, 1)
+
+
 def test_nothing_is_compiled_within_captured(model, device, graphs, compiled):
     run, made_graphs, _ = compiled()
     inputs = prompts(5, [0, 2], device)
