@@ -238,8 +238,7 @@ class StateLayer(CacheLayerMixin):
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the mask, as if no token were evicted, or none seen where the host does not know.
-        `generate` asks before each compiled pass."""
+        """(length, offset) of the mask, as if no token were evicted. `generate` asks before each compiled pass."""
         if self._behind and not torch.compiler.is_compiling():
             self.state._expect(query_length)
         return query_length if self.uncounted else self._seen + query_length, 0
@@ -351,7 +350,8 @@ class StateCache(Cache):
         """Whether `generate` may compile decode steps. Its method for prompts, which asks the same, gets False:
         compiled chunks are right, but their graphs reach the compiler's limit, and steps then have none."""
         asks = None if torch.compiler.is_compiling() else sys._getframe(1).f_back
-        return super().is_compileable and (asks is None or asks.f_code is not _OF_PROMPTS)
+        of_prompts = asks is not None and asks.f_code is _OF_PROMPTS
+        return not of_prompts and all(layer.is_compileable for layer in self.layers)  # PyTorch 2.11 compiles no super()
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The number of tokens before those of a pass, for its mask: see `StateLayer.get_mask_sizes`."""
