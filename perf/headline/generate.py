@@ -38,7 +38,8 @@ MAX_TOKENS = {"max_tokens": None}                       # None: of the prompt an
 #: Options of our caches. "budget" stands for BUDGET.
 CACHES: dict[str, dict[str, Any]] = {
     **{name: {"budget": BUDGET} for name in ("LongFlow", "KeyDiff", "H2O", "TOVA", "StreamingLLM", "CAKE", "VATP",
-                                             "EpiKV", "Random")},
+                                             "Random")},
+    "EpiKV": {"budget": BUDGET, "keep_prompt": False},      # as all others: the prompt is longer than the budget
     **{name: {"budget": BUDGET, "interval": 128} for name in ("SnapKV", "RKV")},
     **{name: {"budget": BUDGET, "alpha": 1e-4} for name in ("RaaS", "LazyEviction")},
     "LagKV": {"budget": BUDGET, "lag": 128}, "SyncKV": {"k": BUDGET // 2, **MAX_TOKENS},
@@ -211,6 +212,8 @@ def cache_of(system: str, model: Any, tokens: int, *, tiny: bool) -> Any:
     options = {key: tokens if value is None else value for key, value in CACHES[name].items()}
     if tiny and "budget" in options:
         options["budget"] = 6
+    if tiny and name == "EpiKV":
+        options |= {"recent": 2, "policy": "kv_key"}            # the others want more layers
     if name == "ThinKV":
         options["thresholds"] = Thresholds(layers=(0, model.config.num_hidden_layers - 1), edges=(0.3, 0.6))
     return getattr(hf, f"{name}Cache")(model if name == "EpiKV" else model.config, **options)
@@ -232,7 +235,8 @@ def one(model: Any, system: str, ids: Tensor, steps: int, *, tiny: bool) -> dict
     if ours:
         given["past_key_values"] = cache_of(system, model, ids.shape[1] + steps, tiny=tiny)
     within: Any = captured(model) if system.endswith(CAPTURED) else nullcontext()
-    with warnings.catch_warnings(), within as graphs:
+    hooks: Any = given["past_key_values"] if system.startswith("EpiKV") else nullcontext()     # its hooks on the model
+    with warnings.catch_warnings(), hooks, within as graphs:
         warnings.simplefilter("ignore")                         # why steps have no graph is in `reasons`
         clock = Clock(device)
         tokens = model.generate(
