@@ -39,7 +39,8 @@ MAX_TOKENS = {"max_tokens": None}                       # None: of the prompt an
 CACHES: dict[str, dict[str, Any]] = {
     **{name: {"budget": BUDGET} for name in ("LongFlow", "KeyDiff", "H2O", "TOVA", "StreamingLLM", "CAKE", "VATP",
                                              "Random")},
-    "EpiKV": {"budget": BUDGET, "keep_prompt": False},      # as all others: the prompt is longer than the budget
+    # It keeps the prompt, and so many tokens after it.
+    "EpiKV": {"budget": BUDGET, "count_prompt": False, "max_prompt": None},
     **{name: {"budget": BUDGET, "interval": 128} for name in ("SnapKV", "RKV")},
     **{name: {"budget": BUDGET, "alpha": 1e-4} for name in ("RaaS", "LazyEviction")},
     "LagKV": {"budget": BUDGET, "lag": 128}, "SyncKV": {"k": BUDGET // 2, **MAX_TOKENS},
@@ -268,6 +269,7 @@ def measure(plan: Plan, path: Path, device: torch.device, *, tiny: bool = False)
         generator = torch.Generator(device).manual_seed(60)
         ids = torch.randint(1, model.config.vocab_size, shape, device=device, generator=generator)
         row: dict[str, Any] = {"model": name, "shape": str(shape), "system": system}
+        started = time.monotonic()
         try:
             if what not in called:
                 first = one(model, system, ids, plan.steps, tiny=tiny)
@@ -278,6 +280,7 @@ def measure(plan: Plan, path: Path, device: torch.device, *, tiny: bool = False)
         except Exception as error:                              # such as a cache that does not fit
             row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         _free(device)
+        row["seconds"] = round(time.monotonic() - started, 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
