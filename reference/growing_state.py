@@ -16,8 +16,8 @@ class GrowingState(State):
     """The cache of `batch` sequences in one layer, with room for S = config.max_tokens tokens, which all stay.
 
     Token i of a row, padding not counted, is in slot i. A prompt attends to its keys and values as they come, a step to
-    those in the cache. A subclass names its config's class in `Config`, and adds to the
-    methods with an underscore what it needs.
+    those in the cache. A subclass names its config's class in `Config`, and adds what it needs to the methods with an
+    underscore.
 
     Readable: occupied [B, S] bool; positions [B, S] int64, counted with padding, -1 = no token; key, value
     [B, Hkv, S, D].

@@ -80,8 +80,9 @@ def sets_cases(draw: st.DrawFn, **narrowed: Any) -> SetsCase:
 
 #: Weights of which few are equal; a few different ones; NaN and infinity among them.
 WEIGHTS, TIED_WEIGHTS, EXTREME_WEIGHTS = ("ordinary",), ("few",), ("special",)
-#: Similarities: any; heads of which several are alike in all respects; all heads alike.
-SIMILARITIES, TIED_SIMILARITIES = ("ordinary",), ("groups", "alike")
+#: Similarities: any; heads of which several, all, or two are alike in all respects.
+SIMILARITIES, TIED_SIMILARITIES = ("ordinary",), ("groups", "alike", "pair")
+HEADS = (4, 8, 5, 8, 2)
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,8 +134,11 @@ class SimilarityCase(Case):
         made = torch.rand(heads, heads, generator=generator, device=self.device, dtype=torch.float64)
         made = ((made + made.T) / 2).fill_diagonal_(1)
         if self.content != "ordinary":
-            kinds = 1 if self.content == "alike" else max(2, heads // 2)
-            which = torch.randint(kinds, (heads,), generator=generator, device=self.device)
+            if self.content == "pair":
+                which = torch.arange(heads, device=self.device).clamp(max=max(1, heads - 2))
+            else:
+                kinds = 1 if self.content == "alike" else max(2, heads // 2)
+                which = torch.randint(kinds, (heads,), generator=generator, device=self.device)
             made = made[which][:, which]  # heads of a kind have equal rows, and a similarity of 1
         return {"similarity": made.to(self.dtype)}
 
@@ -145,9 +149,10 @@ class SimilarityCase(Case):
 
 
 def _drawn(
-    draw: st.DrawFn, made: Callable[..., Any], content: Sequence[str], layout: tuple[str, ...], **more: Any
+    draw: st.DrawFn, made: Callable[..., Any], content: Sequence[str], layout: tuple[str, ...],
+    heads_among: Sequence[int] = HEADS, **more: Any,
 ) -> Any:
-    heads = draw(st.sampled_from(supported.sizes("kv_heads", (4, 8, 5, 8, 2))))
+    heads = draw(st.sampled_from(supported.sizes("kv_heads", heads_among)))
     return made(
         heads=heads, dtype=draw(st.sampled_from(draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES))),
         content=draw(st.sampled_from(content)), layout=draw(st.sampled_from(supported.layouts(layout))),
@@ -175,8 +180,10 @@ def similarity_cases(
     draw: st.DrawFn, *, content: Sequence[str] = (*SIMILARITIES, *TIED_SIMILARITIES),
     layout: tuple[str, ...] = HEAD_LAYOUTS,
 ) -> SimilarityCase:
-    """Two to four clusters, or as many as there are heads. In a plain round two, and heads of several kinds: otherwise
-    rounding decides in many places."""
-    case: SimilarityCase = _drawn(draw, SimilarityCase, draws.plain_among(content, ("ordinary", "groups")), layout)
+    """Two to four clusters, or as many as there are heads. In a plain round two, and eight heads, few of them alike:
+    otherwise rounding decides in many places."""
+    case: SimilarityCase = _drawn(
+        draw, SimilarityCase, draws.plain_among(content, ("ordinary", "pair")), layout, draws.plain_among(HEADS, (8,))
+    )
     most = min(2 if draws.plain_only() else 4, case.heads)
     return dataclasses.replace(case, clusters=draw(st.integers(min(2, case.heads), most)))

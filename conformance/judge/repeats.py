@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import stats
 from ..cases import failures
 from ..cases.case import Case
+from ..cases.graphs import capture
 from ..cases.load import FILLS, Load, filled, scattered
 from ..cases.state_trace import StateTrace
 from . import fresh
@@ -119,7 +120,7 @@ def _captured(call: Callable[[], Fields], device: torch.device) -> Iterator[Fiel
         with torch.cuda.stream(side):
             call()
         torch.cuda.current_stream(device).wait_stream(side)
-        with torch.cuda.graph(graph):
+        with capture(graph):
             found = call()
     except Exception:  # whatever its code does that a graph does not allow
         torch.cuda.synchronize(device)

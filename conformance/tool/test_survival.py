@@ -107,6 +107,23 @@ def test_an_end_counts_for_its_property_and_a_loop_for_several(tmp_path, monkeyp
         called("ties")
 
 
+@pytest.mark.parametrize(("message", "ends"), [
+    ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be", True),
+    ("CUDA error: operation not permitted when stream is capturing\nSearch for", False),
+    ("CUDA error: operation failed due to a previous error during capture\nSearch for", False),
+])
+def test_an_error_of_the_gpu_ends_the_process_and_one_of_a_capture_does_not(tmp_path, monkeypatch, message, ends):
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    codes = []
+    monkeypatch.setattr(survival.os, "_exit", codes.append)
+    watch = survival.Watch(tmp_path, 100.0)
+    watch.test("t.py::t", {"judges": "repeatability"})
+    with pytest.raises(RuntimeError, match="CUDA error"), watch.call(NAME):
+        raise type("AcceleratorError", (RuntimeError,), {})(message)
+    watch.trace.close()
+    assert codes == [1] * ends
+
+
 def test_a_process_that_ended_elsewhere_is_reported_as_it_is(tmp_path):
     report = pytest.TestReport("t.py::t", ("t.py", 1, "t"), {}, "failed", "worker crashed", "call")
     survival.explain(report, "gw0", tmp_path)

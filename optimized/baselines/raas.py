@@ -39,9 +39,12 @@ class RaaSState(BlockState):
     Config = RaaSConfig
     _rule = "renew"
 
+    @property
+    def _page(self) -> int | None:
+        return self.config.page_size
+
     def _make_policy(self) -> Policy:
         config = self.config
-        self._page: int | None = config.page_size
         if self._page is not None:
             return Policy(triton.cdiv(config.sinks, self._page) * self._page, config.recent, by_blocks=True)
         return Policy(config.sinks, config.recent, alpha=config.alpha or 0.0)

@@ -38,7 +38,9 @@ MAX_TOKENS = {"max_tokens": None}                       # None: of the prompt an
 #: Options of our caches. "budget" stands for BUDGET.
 CACHES: dict[str, dict[str, Any]] = {
     **{name: {"budget": BUDGET} for name in ("LongFlow", "KeyDiff", "H2O", "TOVA", "StreamingLLM", "CAKE", "VATP",
-                                             "EpiKV", "Random")},
+                                             "Random")},
+    # It keeps the prompt, and so many tokens after it.
+    "EpiKV": {"budget": BUDGET, "count_prompt": False, "max_prompt": None},
     **{name: {"budget": BUDGET, "interval": 128} for name in ("SnapKV", "RKV")},
     **{name: {"budget": BUDGET, "alpha": 1e-4} for name in ("RaaS", "LazyEviction")},
     "LagKV": {"budget": BUDGET, "lag": 128}, "SyncKV": {"k": BUDGET // 2, **MAX_TOKENS},
@@ -211,6 +213,8 @@ def cache_of(system: str, model: Any, tokens: int, *, tiny: bool) -> Any:
     options = {key: tokens if value is None else value for key, value in CACHES[name].items()}
     if tiny and "budget" in options:
         options["budget"] = 6
+    if tiny and name == "EpiKV":
+        options |= {"recent": 2, "policy": "kv_key"}            # the others want more layers
     if name == "ThinKV":
         options["thresholds"] = Thresholds(layers=(0, model.config.num_hidden_layers - 1), edges=(0.3, 0.6))
     return getattr(hf, f"{name}Cache")(model if name == "EpiKV" else model.config, **options)
@@ -232,7 +236,8 @@ def one(model: Any, system: str, ids: Tensor, steps: int, *, tiny: bool) -> dict
     if ours:
         given["past_key_values"] = cache_of(system, model, ids.shape[1] + steps, tiny=tiny)
     within: Any = captured(model) if system.endswith(CAPTURED) else nullcontext()
-    with warnings.catch_warnings(), within as graphs:
+    hooks: Any = given["past_key_values"] if system.startswith("EpiKV") else nullcontext()     # its hooks on the model
+    with warnings.catch_warnings(), hooks, within as graphs:
         warnings.simplefilter("ignore")                         # why steps have no graph is in `reasons`
         clock = Clock(device)
         tokens = model.generate(
@@ -264,6 +269,7 @@ def measure(plan: Plan, path: Path, device: torch.device, *, tiny: bool = False)
         generator = torch.Generator(device).manual_seed(60)
         ids = torch.randint(1, model.config.vocab_size, shape, device=device, generator=generator)
         row: dict[str, Any] = {"model": name, "shape": str(shape), "system": system}
+        started = time.monotonic()
         try:
             if what not in called:
                 first = one(model, system, ids, plan.steps, tiny=tiny)
@@ -274,6 +280,7 @@ def measure(plan: Plan, path: Path, device: torch.device, *, tiny: bool = False)
         except Exception as error:                              # such as a cache that does not fit
             row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         _free(device)
+        row["seconds"] = round(time.monotonic() - started, 1)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -54,7 +54,8 @@ class Cascade(Reorderable, ABC):
     """The preferences and budgets of `layers` layers, whose caches get a prompt one after the other.
 
     The prompt of layer l gives it a preference, and new budgets to the layers 0 to l, which evict at once. Layer 0
-    begins a new prompt. After the prompt of the last layer the budgets stay.
+    begins a new prompt. After the prompt of the last layer the budgets stay. `reorder` leaves the states as they are,
+    which have their own.
 
     config: a CAKEConfig, that of all states. Readable: log_preferences [B, layers] float64, -inf before a layer's
     prompt; budgets [B, layers] int64, the tokens outside of the window that each layer of a row keeps, before its
@@ -83,7 +84,6 @@ class Cascade(Reorderable, ABC):
 
     @torch.inference_mode(False)
     def _reorder(self, index: Tensor) -> None:
-        """The states are reordered by their own `reorder`."""
         self.log_preferences = self.log_preferences.index_select(0, index)
         self.budgets = self.budgets.index_select(0, index)
 

@@ -43,7 +43,8 @@ class Reorderable(Interruptible):
         raise NotImplementedError
 
     def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
+        """Replace row b by row index[b], as beam search requires. index [B] int64. TypeError or ValueError for other
+        indices; RuntimeError if an error interrupted a change."""
         index = check_reorder(index, self._num_rows, self.device)
         self._start_change("reorder")
         self._reorder(index)
