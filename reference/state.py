@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .contract.arguments import check_dtype, check_no_grad, check_reorder, resolve_device, resolve_scale
+from ._rows import Rows
+from .contract.arguments import check_dtype, check_no_grad, resolve_device, resolve_scale
 from .contract.attention import check_prompt, check_step, state_sizes
-from .contract.interruption import Interruptible
+from .contract.interruption import Reorderable
 
 
-class State(Interruptible):
+class State(Rows, Reorderable):
     """The cache of `batch` sequences in one layer.
 
-    A subclass allocates its tensors in `_allocate` and lists their names: in `_per_slot` those with an element per
-    slot, in `_per_row` the others with a row per sequence. Its constructor checks the config, calls this one, sets what
-    else it needs and ends with `reset()`.
+    A subclass allocates its tensors in `_allocate` and lists their names, see `Rows`. Its constructor checks the
+    config, calls this one, sets what else it needs and ends with `reset()`.
 
     A state has no backward: `prefill` and `step` refuse inputs that require grad unless gradients are disabled.
     """
 
     config: Any                                 # subclasses declare the config's class
-    _per_slot: ClassVar[tuple[str, ...]] = ()
-    _per_row: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self, config: Any, *, slots: int, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -51,17 +49,9 @@ class State(Interruptible):
         self._allocate()
         self._end_change()
 
-    @torch.inference_mode(False)
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        self._reorder(index)
-        self._end_change()
-
-    def _reorder(self, index: Tensor) -> None:
-        for name in (*self._per_slot, *self._per_row):
-            setattr(self, name, getattr(self, name).index_select(0, index))
+    @property
+    def _num_rows(self) -> int:
+        return self.sizes.batch
 
     def _allocate(self) -> None:
         """Allocate an empty cache."""

@@ -7,7 +7,7 @@ function behind it does the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -26,8 +26,9 @@ class Operation:
         self.__doc__, self.__name__ = function.__doc__, function.__name__
         self._function = function
         self._operation = torch.library.custom_op(name, function, mutates_args=mutates_args)
-        names = list(signature(function).parameters)
-        self._changed = [names.index(one) for one in mutates_args]
+        self._signature = signature(function)
+        self._names = list(self._signature.parameters)
+        self._changed = [self._names.index(one) for one in mutates_args]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or kwargs or not _is_plain(args):
@@ -38,9 +39,28 @@ class Operation:
             torch.autograd.graph.increment_version([args[at] for at in self._changed if args[at] is not None])
         return result
 
+    def arguments_after(self, name: str, named: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Arguments of a call behind the one called `name`, in order, from these by name. TypeError if they are not
+        those of the next parameters."""
+        first = self._names.index(name) + 1
+        names = self._names[first:first + len(named)]
+        if set(names) != set(named):
+            raise TypeError(f"{self.__name__} takes {', '.join(names)} behind {name}, got {', '.join(named)}")
+        return tuple(named[one] for one in names)
+
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """As of `torch.library.CustomOpDef`."""
-        return self._operation.register_fake(function)
+        """As of `torch.library.CustomOpDef`, but the function takes only the arguments that it needs, by their names.
+        Operations that return nothing need none."""
+        places = [self._names.index(name) for name in signature(function).parameters]
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            given = self._signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            values = list(given.arguments.values())
+            return function(*(values[at] for at in places))
+
+        self._operation.register_fake(fake)
+        return function
 
 
 def operation(name: str, *, mutates_args: Iterable[str]) -> Callable[[Callable[..., Any]], Operation]:

@@ -49,9 +49,7 @@ def select(
 
 
 @select.register_fake
-def _(
-    key: Tensor, value: Tensor, code: Tensor, histograms: Tensor, count: int, counted: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(key: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _places(key, count)
 
 
@@ -64,7 +62,7 @@ def select_slots(code: Tensor, histograms: Tensor, count: int, counted: bool) ->
 
 
 @select_slots.register_fake
-def _(code: Tensor, histograms: Tensor, count: int, counted: bool) -> Tensor:
+def _(code: Tensor, count: int) -> Tensor:
     return code.new_empty((*code.shape[:2], count), dtype=torch.int64)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...reference.contract.arguments import capturing, check_dtype, resolve_device, resolve_scale
 from ...reference.contract.attention import check_prompt, check_step, state_sizes
-from ...reference.contract.interruption import Interruptible
+from ...reference.contract.interruption import Interruptible, Reorderable
 from .launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from .library_attention import attend_prompt
 
@@ -34,6 +34,31 @@ class Buffers:
                 elif isinstance(one, Buffers):
                     found += one._tensors()
         return tuple(found)
+
+
+class Rows:
+    """What has attributes with a row per sequence, whose names a subclass lists in `_rows`."""
+
+    #: Tensors [B, ...], tuples of them, objects that exchange their own rows, or None.
+    _rows: ClassVar[tuple[str, ...]] = ()
+
+    def _reorder(self, index: Tensor) -> None:
+        """Replace row b by row index[b], in place."""
+        for name in self._rows:
+            reorder_rows(getattr(self, name), index)
+
+
+def reorder_rows(held: Any, index: Tensor) -> None:
+    """Replace row b of what an attribute holds by row index[b], in place. held: see `Rows`."""
+    if isinstance(held, Tensor):
+        held.copy_(held.index_select(0, index))
+    elif isinstance(held, tuple):
+        for part in held:
+            reorder_rows(part, index)
+    elif isinstance(held, Reorderable):
+        held.reorder(index)
+    elif held is not None:
+        held._reorder(index)
 
 
 @dataclass
@@ -77,7 +102,7 @@ class Changeable(Interruptible):
             self._host.may_replay = True
 
 
-class State(Buffers, Changeable):
+class State(Rows, Buffers, Changeable, Reorderable):
     """The cache of `batch` sequences in one layer.
 
     The constructor of a subclass checks the config, calls this one, allocates its buffers and ends with `reset()`.
@@ -110,6 +135,10 @@ class State(Buffers, Changeable):
         """Whether a step would raise no error, whatever its arguments: no change was interrupted, and there is room.
         Reads no tensor."""
         return self._interrupted is None and self._counted < getattr(self.config, "max_tokens", self._counted + 1)
+
+    @property
+    def _num_rows(self) -> int:
+        return self.sizes.batch
 
     @property
     def tokens_seen(self) -> int:

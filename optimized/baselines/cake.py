@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...reference.baselines.cake import ObserveResult
-from ...reference.contract.arguments import check_config, check_integer, check_reorder
+from ...reference.contract.arguments import check_config, check_integer
 from ...reference.contract.cake import check_shared_cascade
 from ...reference.contract.cascade import CAKEConfig, Cascade
 from .._common.launch import (
@@ -63,6 +63,9 @@ class CAKEState(State):
     """
 
     config: CAKEConfig
+    _rows = (
+        "key", "value", "positions", "_order", "_rank", "_held", "_free", "_seen", "budgets", "_short",
+    )
 
     def __init__(
         self, config: CAKEConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -223,17 +226,6 @@ class CAKEState(State):
         self._end_change()
         return output
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        for tensor in (
-            self.key, self.value, self.positions, self._order, self._rank, self._held, self._free, self._seen,
-            self.budgets, self._short,
-        ):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()
-
     #: The most tokens of a row that a short prompt leaves whole.
     _longest = 0
     #: Keys, values, positions and ranks of a prompt, before its first eviction.
@@ -281,9 +273,5 @@ def _step(
 
 
 @_step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, positions: Tensor, order: Tensor,
-    held: Tensor, free: Tensor, seen: Tensor, budget: Tensor, logits: Tensor, received: Tensor, partial: Tensor,
-    row_maxima: Tensor, weight_sums: Tensor, scale: float, window: int, kernel_size: int, splits: int, share: int,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)

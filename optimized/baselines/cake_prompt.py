@@ -168,7 +168,5 @@ def _empty(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @_observe.register_fake
-def _(
-    query_window: Tensor, key: Tensor, occupied: Tensor, gamma: float, kernel_size: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _empty(key)

@@ -8,7 +8,7 @@ from ...reference.baselines.h2o import H2OConfig
 from ...reference.contract.arguments import resolve_scale
 from ...reference.contract.results import AttendResult
 from .._common.block_cache import kernels as kernels
-from .._common.block_cache.state import Block, BlockState, check_block
+from .._common.block_cache.state import Block, BlockState, Policy, check_block
 
 __all__ = ["AttendResult", "H2OConfig", "H2OState", "attend"]
 
@@ -39,8 +39,8 @@ class H2OState(BlockState):
     Config = H2OConfig
     _rule = "sum"
 
-    def _allocate(self) -> None:
-        self._sinks, self._recent = self.config.sinks, self.config.protected
+    def _make_policy(self) -> Policy:
+        return Policy(self.config.sinks, self.config.protected)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         return accumulate(self, block), None

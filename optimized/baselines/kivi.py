@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...reference.baselines.kivi import KIVIConfig, QuantizeResult
-from ...reference.contract.arguments import check_config, check_reorder, check_room
 from ...reference.contract.kivi import WORD, check_dequantize, check_head_dim, check_quantize, words_of
+from .._common.growing_state import GrowingState
 from .._common.launch import check_launchable, key_block, split_slots
-from .._common.state import State
-from .kivi_kernels import SEEN
 from .kivi_ops import (
     attend_step,
     dequantize_codes,
@@ -60,85 +60,69 @@ def dequantize(
 # The state -----------------------------------------------------------------------------------------------------------
 
 
-class KIVIState(State):
+class KIVIState(GrowingState):
     """The KIVI cache of `batch` sequences in one layer. Attributes and errors as in the reference.
 
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. TypeError or ValueError for other
     arguments, and for CPU tensors outside Triton's interpreter.
     """
 
+    Config = KIVIConfig
     config: KIVIConfig
+    _step = attend_step
+    _rows = (
+        "_keys", "_values", "_key_codes", "_key_scale", "_key_minimum", "_value_codes", "_value_scales", "_extreme",
+        *GrowingState._rows,
+    )
 
-    def __init__(
-        self, config: KIVIConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
-    ) -> None:
-        config = check_config(config, KIVIConfig)
-        super().__init__(
-            config, slots=config.max_tokens, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            head_dim=head_dim, dtype=dtype, device=device,
-        )
+    def _allocate(self) -> int:
+        (batch, query_heads, heads, slots, head_dim), config = self.sizes, self.config
         check_head_dim(head_dim, group=config.group, bits=config.value_bits, of="value_bits")
-        slots, residual, each = config.max_tokens, config.residual, config.group
+        residual, each = config.residual, config.group
         # The most keys and values of a row that can be quantized; at least a group and one.
         groups, rows = max(slots - slots % residual, each) // each, max(slots - residual, 1)
         self._most_groups, self._most_values = groups, rows
-        fragments = in_fragments(
-            self.dtype, query_heads // key_value_heads, head_dim, each, config.key_bits, config.value_bits
-        )
+        fragments = in_fragments(self.dtype, query_heads // heads, head_dim, each, config.key_bits, config.value_bits)
         if fragments:
             groups, rows = fragment_room(groups, rows, each, config.key_bits)
         self._keys, self._values = (
-            self._buffer(batch, key_value_heads, places, head_dim, dtype=self.dtype)
-            for places in (residual, residual + 1)
+            self._buffer(batch, heads, places, head_dim, dtype=self.dtype) for places in (residual, residual + 1)
         )
         words = groups * words_of(each, config.key_bits)
-        self._key_codes = self._buffer(batch, key_value_heads, words, head_dim, dtype=torch.int32)
+        self._key_codes = self._buffer(batch, heads, words, head_dim, dtype=torch.int32)
         if fragments:
-            scales = self._buffer(batch, key_value_heads, groups, head_dim // 2, 2, 2, dtype=self.dtype)
+            scales = self._buffer(batch, heads, groups, head_dim // 2, 2, 2, dtype=self.dtype)
             self._key_scale, self._key_minimum = scales.unbind(-2)
         else:
             self._key_scale, self._key_minimum = (
-                self._buffer(batch, key_value_heads, groups, head_dim, dtype=self.dtype) for _ in range(2)
+                self._buffer(batch, heads, groups, head_dim, dtype=self.dtype) for _ in range(2)
             )
         words = head_dim * config.value_bits // WORD
-        self._value_codes = self._buffer(batch, key_value_heads, rows, words, dtype=torch.int32)
+        self._value_codes = self._buffer(batch, heads, rows, words, dtype=torch.int32)
         # Scale and minimum lie side by side, so that one load reads both.
-        self._value_scales = self._buffer(batch, key_value_heads, rows, head_dim // each, 2, dtype=self.dtype)
-        self._extreme = self._buffer(batch, key_value_heads, dtype=torch.int32)
+        self._value_scales = self._buffer(batch, heads, rows, head_dim // each, 2, dtype=self.dtype)
+        self._extreme = self._buffer(batch, heads, dtype=torch.int32)
         self._fragments = fragments
         self._key_parts = keys_by_word(self._key_codes, self._key_scale, self._key_minimum, fragments)
         self._value_parts = values_by_token(self._value_codes, self._value_scales, fragments)
-        self._count, self._due = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
-        self._counters = self._buffer(2, dtype=torch.int64)
-        self.positions = self._buffer(batch, slots, dtype=torch.int64)
+        self._due = self._buffer(batch, dtype=torch.int64)
         if fragments:
-            self._splits = fragment_splits(batch * key_value_heads, slots, config.key_bits, self.device)
+            self._splits = fragment_splits(batch * heads, slots, config.key_bits, self.device)
         else:
             self._splits, _ = split_slots(self.sizes, key_block(head_dim, self.dtype.itemsize, slots), self.device)
-        parts = batch * query_heads * (self._splits + 1)
-        self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
-        self._row_maxima, self._weight_sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
-        self.reset()
+        return self._splits + 1
 
-    def reset(self) -> None:
-        """Forget every token."""
-        self._interrupted = "reset"
-        self._count.zero_()
-        self._counters.zero_()
+    def _named(self) -> dict[str, Any]:
+        config = self.config
+        return super()._named() | {
+            "keys": self._keys, "values": self._values, "key_codes": self._key_codes, "key_scale": self._key_scale,
+            "key_minimum": self._key_minimum, "value_codes": self._value_codes, "value_scales": self._value_scales,
+            "extreme": self._extreme, "due": self._due, "key_bits": config.key_bits, "value_bits": config.value_bits,
+            "group": config.group, "splits": self._splits, "fragments": self._fragments,
+        }
+
+    def _clear(self) -> None:
         self._extreme.zero_()
-        self.positions.fill_(-1)
-        self._counted = 0
-        self._end_change()
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
-        return int(self._counters[SEEN.value])
-
-    @property
-    def occupied(self) -> Tensor:
-        return self.positions >= 0
 
     @property
     def keys_quantized(self) -> Tensor:
@@ -191,22 +175,8 @@ class KIVIState(State):
             found.append(part.masked_fill(~there, 0))
         return QuantizeResult(*found)
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Full causal attention of the prompt; then its keys and values are quantized.
-
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
-        Returns [B, Hq, T, D], zeros for padding, which takes no slot. RuntimeError if the state holds tokens;
-        ValueError for more than config.max_tokens tokens.
-        """
-        padded = occupied is not None
-        occupied = self._check_prompt(query, key, value, occupied)
-        total = occupied.shape[1]
-        self._check_empty()
-        check_room(0, total, self.config.max_tokens)
-        self._start_change("prefill")
-        output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        place = (~occupied).to(torch.int8).argsort(stable=True, dim=1)        # the tokens of each row, then its padding
-        count = occupied.sum(1)
+    def _store_prompt(self, key: Tensor, value: Tensor, place: Tensor, padded: bool) -> None:
+        count, total = self._count, key.shape[2]
         store_prompt(
             key, value, place, count, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
             self._value_scales, self._extreme, self.config.key_bits, self.config.value_bits, self.config.group,
@@ -219,42 +189,3 @@ class KIVIState(State):
             number = count[:, None] - 1 - (count[:, None] - 1 - i) % length
             at = place.gather(1, number.clamp(0, total - 1))
             buffer.copy_(tokens.take_along_dim(at[:, None, :, None], 2))
-        slot = torch.arange(total, device=self.device)
-        self.positions[:, :total].copy_(place.masked_fill(slot >= count[:, None], -1))
-        self._count.copy_(count)
-        self._counters.fill_(total)
-        self._counted = total
-        self._end_change()
-        return output
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append a token and attend to all tokens; then quantize.
-
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with the
-        host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
-        dropped.
-        """
-        self._check_step(query, key, value)
-        check_room(self._counted, 1, self.config.max_tokens)
-        self._start_change("step")
-        config = self.config
-        output: Tensor = attend_step(
-            query, key, value, self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum,
-            self._value_codes, self._value_scales, self._extreme, self._count, self._counters, self._due,
-            self.positions, self._partial, self._row_maxima, self._weight_sums, self.scale, config.key_bits,
-            config.value_bits, config.group, self._splits, self._fragments,
-        )
-        self._counted += 1
-        self._end_change()
-        return output
-
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        for tensor in (
-            self._keys, self._values, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
-            self._value_scales, self._extreme, self._count, self.positions,
-        ):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()

@@ -125,9 +125,7 @@ def _dequantized(scale: Tensor, axis: int, group: int, dtype: torch.dtype) -> Te
 
 
 @dequantize_codes.register_fake
-def _(
-    codes: Tensor, scale: Tensor, minimum: Tensor, bits: int, axis: int, group: int, dtype: torch.dtype
-) -> Tensor:
+def _(scale: Tensor, axis: int, group: int, dtype: torch.dtype) -> Tensor:
     return _dequantized(scale, axis, group, dtype)
 
 
@@ -154,15 +152,6 @@ def store_prompt(
             value, place, count, value_codes, scale, minimum, extreme, value_bits, group, residual, PROMPT.value,
             total - residual, fragments,
         )
-
-
-@store_prompt.register_fake
-def _(
-    key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_codes: Tensor, value_scales: Tensor, extreme: Tensor, key_bits: int, value_bits: int, group: int,
-    residual: int, fragments: bool,
-) -> None:
-    return None
 
 
 @operation(
@@ -225,12 +214,7 @@ def attend_step(
 
 
 @attend_step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor, extreme: Tensor,
-    count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
-    weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int, fragments: bool,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...reference.baselines.lag_kv import LagKVConfig
 from .._common.block_cache.evict_kernels import COUNTED, _valid_before
 from .._common.block_cache.ops import chunk_size
-from .._common.block_cache.state import Block, BlockState
+from .._common.block_cache.state import Block, BlockState, Policy
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import float32
 from .._common.operation import operation
@@ -35,16 +35,14 @@ class LagKVState(BlockState):
     _library_attends = True
     _chooses_early = True
 
+    def _make_policy(self) -> Policy:
+        return Policy(by_blocks=self.config.capacity > self.config.budget)
+
     def _allocate(self) -> None:
         config, (batch, _, heads, _, _) = self.config, self.sizes
         programs = batch * heads * triton.cdiv(config.block_size, config.lag)
         self._places = self._buffer(programs, 2 * config.lag, dtype=torch.int32)
         self._spreads = self._buffer(programs, 3, config.lag, dtype=torch.float64)
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
-        synchronize with the host."""
-        return super().step(query, key, value) if self._ranks is None else self._step_as_block(query, key, value)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         return rank_chunks(
@@ -83,10 +81,7 @@ def rank_chunks(
 
 
 @rank_chunks.register_fake
-def _(
-    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
-    score: Tensor, places: Tensor, spreads: Tensor, capacity: int, end: int, sinks: int, lag: int,
-) -> Tensor:
+def _(key: Tensor, end: int) -> Tensor:
     return key.new_empty((*key.shape[:2], end), dtype=torch.int64)
 
 
@@ -109,14 +104,6 @@ def finish_step(
             key, value, occupied, positions, token_index, valid_seen, score, slots, budget, lag, HEAD_DIM=head_dim,
             D_PAD=padded_head_dim(head_dim), CHUNK=chunk, num_warps=4 if chunk <= 1024 else 8,
         )
-
-
-@finish_step.register_fake
-def _(
-    key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
-    score: Tensor, places: Tensor, spreads: Tensor, budget: int, sinks: int, lag: int,
-) -> None:
-    return None
 
 
 def _rank(

@@ -12,7 +12,7 @@ from ...reference.baselines.lazy_eviction import LazyEvictionConfig
 from .._common.block_cache.group_weights import group_weights, group_weights_tile
 from .._common.block_cache.kernels import _arguments, _shape
 from .._common.block_cache.score_kernels import importance
-from .._common.block_cache.state import Block, BlockState
+from .._common.block_cache.state import Block, BlockState, Policy
 from .._common.launch import on_device_of
 from .._common.numerics import LOG2_E
 from .._common.operation import operation
@@ -25,11 +25,11 @@ class LazyEvictionState(BlockState):
 
     Config = LazyEvictionConfig
     _rule = "activate"
+    #: last * 2^32 + gap of each token: the position of the query that activated it last, and its longest gap.
+    _carries = torch.int64
 
-    def _allocate(self) -> None:
-        self._recent, self._alpha, self._offset = self.config.recent, self.config.alpha, int(self.config.shifted)
-        # last * 2^32 + gap of each token: the position of the query that activated it last, and its longest gap.
-        self._carried = self._buffer(*self.key.shape[:3], dtype=torch.int64)
+    def _make_policy(self) -> Policy:
+        return Policy(recent=self.config.recent, offset=int(self.config.shifted), alpha=self.config.alpha)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end
@@ -65,10 +65,7 @@ def activate(
 
 
 @activate.register_fake
-def _(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, carried: Tensor, seen: Tensor,
-    scale: float, alpha: float, shift: float,
-) -> Tensor:
+def _(key: Tensor) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 

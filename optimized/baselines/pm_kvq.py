@@ -6,11 +6,12 @@ What is due follows from counters on the device, so a captured step can be repla
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...reference.baselines.pm_kvq import PMKVQConfig, QuantizeResult, ShrinkResult
-from ...reference.contract.arguments import check_config, check_reorder, check_room
 from ...reference.contract.pm_kvq import (
     WIDTHS,
     check_dequantize,
@@ -20,6 +21,7 @@ from ...reference.contract.pm_kvq import (
     groups_of,
     scale_dtype,
 )
+from .._common.growing_state import GrowingState
 from .._common.launch import (
     INTERPRETED,
     SMALL_TILES,
@@ -34,10 +36,8 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.operation import operation
-from .._common.state import State
 from .pm_kvq_kernels import (
     PROMPT,
-    SEEN,
     STEP,
     dequantize_kernel,
     quantize_kernel,
@@ -126,7 +126,7 @@ def _quantize(
 
 
 @_quantize.register_fake
-def _(x: Tensor, bits: int, group: int, least_scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return _results(x, group, dtype)
 
 
@@ -142,7 +142,7 @@ def _shrink(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 @_shrink.register_fake
-def _(codes: Tensor, scale: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes.new_empty(codes.shape), scale.new_empty(scale.shape)
 
 
@@ -158,7 +158,7 @@ def _dequantize(codes: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtyp
 
 
 @_dequantize.register_fake
-def _(codes: Tensor, scale: Tensor, minimum: Tensor, dtype: torch.dtype) -> Tensor:
+def _(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
@@ -196,15 +196,6 @@ def _store(
     total = key.shape[2]
     if total >= sinks + window:
         _settle(key, value, place, count, None, None, stored, least_scale, sinks, window, limits, total, group)
-
-
-@_store.register_fake
-def _(
-    key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_words: Tensor, key_scale: Tensor, key_minimum: Tensor,
-    value_words: Tensor, value_scale: Tensor, value_minimum: Tensor, least_scale: float, sinks: int, window: int,
-    limits: list[int], group: int,
-) -> None:
-    return None
 
 
 @operation(
@@ -246,13 +237,7 @@ def _step(
 
 
 @_step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_words: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_words: Tensor, value_scale: Tensor, value_minimum: Tensor,
-    count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
-    weight_sums: Tensor, scale: float, least_scale: float, sinks: int, window: int, limits: list[int], group: int,
-    splits: int,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -264,69 +249,54 @@ def _block(head_dim: int, itemsize: int, units: int) -> int:
 # The state -----------------------------------------------------------------------------------------------------------
 
 
-class PMKVQState(State):
+class PMKVQState(GrowingState):
     """The PM-KVQ cache of `batch` sequences in one layer. Attributes and errors as in the reference.
 
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. TypeError or ValueError for other
     arguments, and for CPU tensors outside Triton's interpreter.
     """
 
+    Config = PMKVQConfig
     config: PMKVQConfig
+    _step = _step
+    _rows = (
+        "_keys", "_values", "_key_words", "_key_scale", "_key_minimum", "_value_words", "_value_scale",
+        "_value_minimum", *GrowingState._rows,
+    )
 
-    def __init__(
-        self, config: PMKVQConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
-    ) -> None:
-        config = check_config(config, PMKVQConfig)
-        super().__init__(
-            config, slots=config.max_tokens, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            head_dim=head_dim, dtype=dtype, device=device,
-        )
+    def _allocate(self) -> int:
+        (batch, _, heads, _, head_dim), config = self.sizes, self.config
         check_head_dim(head_dim, config.group)
         self._limits = list(config.limits[:-1])
         tokens, units = _room(config)
-        groups = groups_of(head_dim, config.group)
+        groups, minima = groups_of(head_dim, config.group), self.dtype
         self._keys, self._values = (
-            self._buffer(batch, key_value_heads, config.sinks + config.window, head_dim, dtype=self.dtype)
-            for _ in range(2)
+            self._buffer(batch, heads, config.sinks + config.window, head_dim, dtype=self.dtype) for _ in range(2)
         )
         self._key_words, self._value_words = (
-            self._buffer(batch, key_value_heads, units, head_dim // 2, dtype=torch.int32) for _ in range(2)
+            self._buffer(batch, heads, units, head_dim // 2, dtype=torch.int32) for _ in range(2)
         )
         self._key_scale, self._value_scale = (
-            self._buffer(batch, key_value_heads, tokens, groups, dtype=scale_dtype(self.dtype)) for _ in range(2)
+            self._buffer(batch, heads, tokens, groups, dtype=scale_dtype(minima)) for _ in range(2)
         )
         self._key_minimum, self._value_minimum = (
-            self._buffer(batch, key_value_heads, tokens, groups, dtype=self.dtype) for _ in range(2)
+            self._buffer(batch, heads, tokens, groups, dtype=minima) for _ in range(2)
         )
-        self._count, self._due = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
-        self._counters = self._buffer(2, dtype=torch.int64)
-        self.positions = self._buffer(batch, config.max_tokens, dtype=torch.int64)
+        self._due = self._buffer(batch, dtype=torch.int64)
         self._splits, _ = split_slots(
             self.sizes._replace(slots=units), _block(head_dim, self.dtype.itemsize, units), self.device
         )
-        parts = batch * query_heads * (self._splits + 1)
-        self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
-        self._row_maxima, self._weight_sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
-        self.reset()
+        return self._splits + 1
 
-    def reset(self) -> None:
-        """Forget every token."""
-        self._interrupted = "reset"
-        self._count.zero_()
-        self._counters.zero_()
-        self.positions.fill_(-1)
-        self._counted = 0
-        self._end_change()
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
-        return int(self._counters[SEEN.value])
-
-    @property
-    def occupied(self) -> Tensor:
-        return self.positions >= 0
+    def _named(self) -> dict[str, Any]:
+        config = self.config
+        return super()._named() | {
+            "keys": self._keys, "values": self._values, "key_words": self._key_words, "key_scale": self._key_scale,
+            "key_minimum": self._key_minimum, "value_words": self._value_words, "value_scale": self._value_scale,
+            "value_minimum": self._value_minimum, "due": self._due, "least_scale": float(config.least_scale),
+            "sinks": config.sinks, "window": config.window, "limits": self._limits, "group": config.group,
+            "splits": self._splits,
+        }
 
     @property
     def tokens_quantized(self) -> Tensor:
@@ -383,72 +353,18 @@ class PMKVQState(State):
         packed = self._packed()[:, None, :, None]
         return QuantizeResult(*(part.masked_fill(~packed, 0) for part in (codes, *(x[:, :, token] for x in scales))))
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Full causal attention of the prompt; then its keys and values are quantized.
-
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
-        Returns [B, Hq, T, D], zeros for padding, which takes no slot. RuntimeError if the state holds tokens;
-        ValueError for more than config.max_tokens tokens.
-        """
-        padded = occupied is not None
-        occupied = self._check_prompt(query, key, value, occupied)
-        total = occupied.shape[1]
-        self._check_empty()
-        check_room(0, total, self.config.max_tokens)
-        self._start_change("prefill")
-        output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        place = (~occupied).to(torch.int8).argsort(stable=True, dim=1)        # the tokens of each row, then its padding
-        count = occupied.sum(1)
+    def _store_prompt(self, key: Tensor, value: Tensor, place: Tensor, padded: bool) -> None:
         _store(
-            key, value, place, count, self._key_words, self._key_scale, self._key_minimum, self._value_words,
+            key, value, place, self._count, self._key_words, self._key_scale, self._key_minimum, self._value_words,
             self._value_scale, self._value_minimum, float(self.config.least_scale), self.config.sinks,
             self.config.window, self._limits, self.config.group,
         )
-        self._count.copy_(count)
         # The unquantized tokens: sinks, then those behind the quantized ones.
         i = torch.arange(self._keys.shape[2], device=self.device)
         number = i + self.tokens_quantized[:, None] * (i >= self.config.sinks)
-        at = place.gather(1, number.clamp(0, total - 1))[:, None, :, None]
+        at = place.gather(1, number.clamp(0, key.shape[2] - 1))[:, None, :, None]
         for buffer, tokens in ((self._keys, key), (self._values, value)):
             buffer.copy_(tokens.take_along_dim(at, 2))
-        slot = torch.arange(total, device=self.device)
-        self.positions[:, :total].copy_(place.masked_fill(slot >= count[:, None], -1))
-        self._counters.fill_(total)
-        self._counted = total
-        self._end_change()
-        return output
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append a token and attend to all tokens; then quantize and shrink.
-
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with the
-        host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
-        dropped.
-        """
-        self._check_step(query, key, value)
-        check_room(self._counted, 1, self.config.max_tokens)
-        self._start_change("step")
-        config = self.config
-        output: Tensor = _step(
-            query, key, value, self._keys, self._values, self._key_words, self._key_scale, self._key_minimum,
-            self._value_words, self._value_scale, self._value_minimum, self._count, self._counters, self._due,
-            self.positions, self._partial, self._row_maxima, self._weight_sums, self.scale, float(config.least_scale),
-            config.sinks, config.window, self._limits, config.group, self._splits,
-        )
-        self._counted += 1
-        self._end_change()
-        return output
-
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        for tensor in (
-            self._keys, self._values, self._key_words, self._key_scale, self._key_minimum, self._value_words,
-            self._value_scale, self._value_minimum, self._count, self.positions,
-        ):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()
 
 
 def _field_start(field: Tensor) -> Tensor:

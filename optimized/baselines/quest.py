@@ -5,12 +5,14 @@ Nothing synchronises with the host, so a captured step can be replayed as any st
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...reference.baselines.quest import PageBoundsResult, QuestConfig
-from ...reference.contract.arguments import check_config, check_reorder, check_room
 from ...reference.contract.quest import check_page_bounds, check_page_scores, check_select_pages
+from .._common.growing_state import GrowingState
 from .._common.launch import (
     INTERPRETED,
     MAX_GROUP,
@@ -27,7 +29,6 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.operation import operation
-from .._common.state import State
 from .quest_kernels import attention_kernel, bounds_kernel, merge_kernel, score_kernel, select_kernel
 
 __all__ = ["PageBoundsResult", "QuestConfig", "QuestState", "page_bounds", "page_scores", "select_pages"]
@@ -105,11 +106,6 @@ def _fill(key: Tensor, count: Tensor, maximum: Tensor, minimum: Tensor, size: in
     _bounds(key, count, maximum, minimum, size, tokens)
 
 
-@_fill.register_fake
-def _(key: Tensor, count: Tensor, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
-    return None
-
-
 def _bounds(key: Tensor, count: Tensor | None, maximum: Tensor, minimum: Tensor, size: int, tokens: int) -> None:
     batch, heads, _, head_dim = key.shape
     size = min(size, tokens)                                    # a program loops over all places of a page
@@ -156,7 +152,7 @@ def _page_scores(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
 
 
 @_page_scores.register_fake
-def _(query: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
+def _(query: Tensor, maximum: Tensor) -> Tensor:
     return _empty_scores(query, maximum)
 
 
@@ -170,7 +166,7 @@ def _select_pages(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tens
 
 
 @_select_pages.register_fake
-def _(score: Tensor, count: Tensor, k: int, keep_last: bool) -> Tensor:
+def _(score: Tensor, k: int) -> Tensor:
     return score.new_empty((*score.shape[:2], k), dtype=torch.int64)
 
 
@@ -253,12 +249,7 @@ def _attend(
 
 
 @_step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, maximum: Tensor, minimum: Tensor,
-    scores: Tensor, selected: Tensor, count: Tensor, counters: Tensor, positions: Tensor, pages_now: Tensor,
-    partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float, size: int, keep_last: bool,
-    round_scores: bool, splits: int,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -271,64 +262,45 @@ def _tile(head_dim: int, itemsize: int, slots: int, group: int, some: bool) -> t
 # The state -----------------------------------------------------------------------------------------------------------
 
 
-class QuestState(State):
+class QuestState(GrowingState):
     """The Quest cache of `batch` sequences in one layer. Attributes and errors as in the reference.
 
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head. If the budget covers max_tokens,
     no page is scored. TypeError or ValueError for other arguments, and for CPU tensors outside Triton's interpreter.
     """
 
+    Config = QuestConfig
     config: QuestConfig
+    _step = _step
+    _num_counters = 1
+    _rows = ("key", "value", "_maximum", "_minimum", "_selected", "_pages_now", *GrowingState._rows)
 
-    def __init__(
-        self, config: QuestConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
-    ) -> None:
-        config = check_config(config, QuestConfig)
-        super().__init__(
-            config, slots=config.max_tokens, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            head_dim=head_dim, dtype=dtype, device=device,
-        )
-        slots, room, wanted = config.max_tokens, config.pages_stored, config.pages_selected
-        self.key, self.value = (
-            self._buffer(batch, key_value_heads, slots, head_dim, dtype=self.dtype) for _ in range(2)
-        )
-        self._maximum, self._minimum = (
-            self._buffer(batch, key_value_heads, room, head_dim, dtype=self.dtype) for _ in range(2)
+    def _allocate(self) -> int:
+        (batch, query_heads, heads, slots, head_dim), config = self.sizes, self.config
+        room, wanted = config.pages_stored, config.pages_selected
+        self.key, self.value, self._maximum, self._minimum = (
+            self._buffer(batch, heads, rows, head_dim, dtype=self.dtype) for rows in (slots, slots, room, room)
         )
         self._selects = wanted < room
         self._scores = self._buffer(batch, query_heads, room if self._selects else 0, dtype=torch.float32)
         self._selected = self._buffer(batch, query_heads, wanted, dtype=torch.int32)
-        self._count, self._pages_now = (self._buffer(batch, dtype=torch.int64) for _ in range(2))
-        self._counters = self._buffer(1, dtype=torch.int64)
-        self.positions = self._buffer(batch, slots, dtype=torch.int64)
+        self._pages_now = self._buffer(batch, dtype=torch.int64)
         _, each = _tile(head_dim, self.dtype.itemsize, slots, self.sizes.group, self._selects)
         places = wanted * config.page_size if self._selects else slots
         self._splits, _ = split_slots(self.sizes._replace(slots=places), each, self.device)
-        parts = batch * query_heads * self._splits
-        self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
-        self._row_maxima, self._weight_sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
-        self.reset()
+        return self._splits
 
-    def reset(self) -> None:
-        """Forget every token."""
-        self._interrupted = "reset"
-        self._count.zero_()
+    def _named(self) -> dict[str, Any]:
+        config = self.config
+        return super()._named() | {
+            "key": self.key, "value": self.value, "maximum": self._maximum, "minimum": self._minimum,
+            "scores": self._scores, "selected": self._selected, "pages_now": self._pages_now, "size": config.page_size,
+            "keep_last": config.keep_last, "round_scores": config.round_scores, "splits": self._splits,
+        }
+
+    def _clear(self) -> None:
         self._pages_now.zero_()
-        self._counters.zero_()
         self._selected.fill_(-1)
-        self.positions.fill_(-1)
-        self._counted = 0
-        self._end_change()
-
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
-        return int(self._counters[0])
-
-    @property
-    def occupied(self) -> Tensor:
-        return self.positions >= 0
 
     @property
     def maximum(self) -> Tensor:
@@ -353,64 +325,10 @@ class QuestState(State):
         page = torch.arange(self.config.pages_selected, device=self.device)
         return page.where(page < self._pages_now[:, None], -1)[:, None].repeat(1, self.sizes.query_heads, 1)
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Full causal attention of the prompt, and the bounds of its pages.
-
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
-        Returns [B, Hq, T, D], zeros for padding, which takes no slot. RuntimeError if the state holds tokens;
-        ValueError for more than config.max_tokens tokens.
-        """
-        padded = occupied is not None
-        occupied = self._check_prompt(query, key, value, occupied)
-        total = occupied.shape[1]
-        self._check_empty()
-        check_room(0, total, self.config.max_tokens)
-        self._start_change("prefill")
-        output = self._attend_prompt(query, key, value, occupied, padded=padded)
-        count, slot = occupied.sum(1), torch.arange(total, device=self.device)
+    def _store_prompt(self, key: Tensor, value: Tensor, place: Tensor, padded: bool) -> None:
+        total = key.shape[2]
         if padded:
-            # The tokens of each row, then its padding.
-            place = (~occupied).to(torch.int8).argsort(stable=True, dim=1)
             key, value = (tensor.take_along_dim(place[:, None, :, None], 2) for tensor in (key, value))
-            self.positions[:, :total].copy_(place.masked_fill(slot >= count[:, None], -1))
-        else:
-            self.positions[:, :total].copy_(slot)
         self.key[:, :, :total].copy_(key)
         self.value[:, :, :total].copy_(value)
-        self._count.copy_(count)
         _fill(self.key, self._count, self._maximum, self._minimum, self.config.page_size, total)
-        self._counters.fill_(total)
-        self._counted = total
-        self._end_change()
-        return output
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append a token, select pages for each query head, and attend to their tokens.
-
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with the
-        host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
-        dropped.
-        """
-        self._check_step(query, key, value)
-        check_room(self._counted, 1, self.config.max_tokens)
-        self._start_change("step")
-        config = self.config
-        output: Tensor = _step(
-            query, key, value, self.key, self.value, self._maximum, self._minimum, self._scores, self._selected,
-            self._count, self._counters, self.positions, self._pages_now, self._partial, self._row_maxima,
-            self._weight_sums, self.scale, config.page_size, config.keep_last, config.round_scores, self._splits,
-        )
-        self._counted += 1
-        self._end_change()
-        return output
-
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        for tensor in (
-            self.key, self.value, self._maximum, self._minimum, self._selected, self._count, self._pages_now,
-            self.positions,
-        ):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()

@@ -48,6 +48,7 @@ class RKVState(BlockState):
     """
 
     Config = RKVConfig
+    _rows = (*BlockState._rows, "_window_query", "_window_positions")
     _rule = "append"
     _library_attends = True
 
@@ -62,9 +63,6 @@ class RKVState(BlockState):
         of_slots = [torch.float32] * 4 + [torch.int32] * 2 + [torch.int64]
         parts = self._buffer(2, batch * heads, observers, cdiv(slots, 16), dtype=torch.float32)
         self._between = Scratch._make([*(self._buffer(batch * heads, slots, dtype=dtype) for dtype in of_slots), parts])
-
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return self._window_query, self._window_positions
 
     def _clear(self) -> None:
         self._window_positions.fill_(-1)
@@ -131,14 +129,3 @@ def score_due(
             1.0 - mix_lambda, capacity, end, slots, heads, window, kernel_size, APPENDED=appended, CHUNK=CHUNK,
             num_warps=4,
         )
-
-
-@score_due.register_fake
-def _(
-    window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, token_index: Tensor,
-    valid_seen: Tensor, counts: Tensor, score: Tensor, factors: Tensor, inverses: Tensor, means: Tensor,
-    importance: Tensor, age: Tensor, by_age: Tensor, left_out: Tensor, parts: Tensor, scale: float, capacity: int,
-    count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool, by_score: bool,
-    appended: bool,
-) -> None:
-    return None

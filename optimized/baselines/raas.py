@@ -15,7 +15,7 @@ from ...reference.baselines.raas import RaaSConfig
 from .._common.block_cache.compress import thin
 from .._common.block_cache.group_weights import group_weights, group_weights_tile
 from .._common.block_cache.kernels import _arguments, _shape
-from .._common.block_cache.state import Block, BlockState
+from .._common.block_cache.state import Block, BlockState, Policy
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
 from .._common.numerics import LOG2_E, float32
 from .._common.operation import operation
@@ -39,16 +39,15 @@ class RaaSState(BlockState):
     Config = RaaSConfig
     _rule = "renew"
 
-    def _allocate(self) -> None:
-        self._sinks, self._recent, self._alpha = self.config.sinks, self.config.recent, self.config.alpha or 0.0
-        self._page: int | None = self.config.page_size
-        if self._page is not None:
-            self._sinks = triton.cdiv(self.config.sinks, self._page) * self._page
+    @property
+    def _page(self) -> int | None:
+        return self.config.page_size
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
-        synchronize with the host."""
-        return super().step(query, key, value) if self._page is None else self._step_as_block(query, key, value)
+    def _make_policy(self) -> Policy:
+        config = self.config
+        if self._page is not None:
+            return Policy(triton.cdiv(config.sinks, self._page) * self._page, config.recent, by_blocks=True)
+        return Policy(config.sinks, config.recent, alpha=config.alpha or 0.0)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end
@@ -60,7 +59,7 @@ class RaaSState(BlockState):
             ), None
         return renew(
             block.query, self.key[:, :, :end], self.occupied[..., :end], block.softmax_parts, self._score,
-            self.positions, self._seen, self.scale, self._alpha,
+            self.positions, self._seen, self.scale, self._policy.alpha,
         ), None
 
     def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
@@ -71,7 +70,7 @@ class RaaSState(BlockState):
         thin(
             rank, self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._carried,
             self._valid_seen, self._seen, self._counts, self._numbers, self.config.page_budget * self._page,
-            self.config.capacity, count, self._sinks, self._recent, appended, self._page,
+            self.config.capacity, count, self._policy.sinks, self._policy.recent, appended, self._page,
         )
 
 
@@ -100,10 +99,7 @@ def renew(
 
 
 @renew.register_fake
-def _(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, positions: Tensor, seen: Tensor,
-    scale: float, alpha: float,
-) -> Tensor:
+def _(key: Tensor) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.int64)
 
 
@@ -200,10 +196,7 @@ def renew_pages(
 
 
 @renew_pages.register_fake
-def _(
-    query: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, token_index: Tensor, valid_seen: Tensor,
-    score: Tensor, seen: Tensor, capacity: int, size: int, best: int, negative: bool,
-) -> Tensor:
+def _(query: Tensor, key: Tensor, capacity: int) -> Tensor:
     return key.new_empty((*key.shape[:2], capacity + query.shape[2]), dtype=torch.int64)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...reference.baselines.random import RandomConfig
 from ...reference.contract.arguments import check_positions
-from .._common.block_cache.state import Block, BlockState
+from .._common.block_cache.state import Block, BlockState, Policy
 
 __all__ = ["RandomConfig", "RandomState", "score"]
 
@@ -49,8 +49,8 @@ class RandomState(BlockState):
     _library_attends = True
     _chooses_early = True
 
-    def _allocate(self) -> None:
-        self._offset = _offset(self.config.seed)
+    def _make_policy(self) -> Policy:
+        return Policy(offset=_offset(self.config.seed))
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         return self.score[..., :block.end], None

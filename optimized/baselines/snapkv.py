@@ -77,6 +77,7 @@ class SnapKVState(BlockState):
     """
 
     Config = SnapKVConfig
+    _rows = (*BlockState._rows, "_window_query", "_window_positions", "_order")
     _rule = "append"
     _library_attends = True
 
@@ -92,19 +93,16 @@ class SnapKVState(BlockState):
         #: Of the window's attention: zeros between launches.
         self._window_counters = self._buffer(kernels.counters_of(self.sizes, observers), dtype=torch.int32)
 
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return self._window_query, self._window_positions, self._order
-
     def _clear(self) -> None:
         self._window_positions.fill_(-1)
         self._window_counters.zero_()
         self._order.copy_(torch.arange(self.config.budget, device=self.device))
 
-    def _takes_prompt(self, total: int) -> bool:
-        return total > self.config.capacity
-
-    def _take_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+    def _take_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor | None:
         config, total = self.config, query.shape[2]
+        if total <= config.capacity:
+            return None
+        self._start_change("prefill")
         output = self._attend_prompt(query, key, value, valid, padded=False)
         observe(query, valid, self._seen, self._window_query, self._window_positions)
         window = query[:, :, -config.observers:]
@@ -120,6 +118,7 @@ class SnapKVState(BlockState):
         self._counts.fill_(config.budget)
         self._valid_seen.fill_(total)
         self._seen.fill_(total)
+        self._end_change()
         return output
 
     def _early(self, count: int) -> bool:

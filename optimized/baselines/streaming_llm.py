@@ -9,7 +9,7 @@ from torch import Tensor
 from ...reference.baselines.streaming_llm import StreamingLLMConfig
 from ...reference.contract.arguments import check_pairs, check_positions
 from .._common.block_cache.rotate import rotate
-from .._common.block_cache.state import Block, BlockState, newest, oldest
+from .._common.block_cache.state import Block, BlockState, Policy, newest, oldest
 
 __all__ = ["StreamingLLMConfig", "StreamingLLMState", "keep"]
 
@@ -33,19 +33,16 @@ class StreamingLLMState(BlockState):
     _rule = "age"
     _chooses_early = True
 
+    def _make_policy(self) -> Policy:
+        return Policy(self.config.sinks, by_blocks=self.config.inv_freq is not None)
+
     def _allocate(self) -> None:
         inv_freq = self.config.inv_freq
         check_pairs("inv_freq", inv_freq, self.sizes.head_dim)
-        self._sinks = self.config.sinks
         self._library_attends = inv_freq is None
         if inv_freq is not None:
             self._frequencies = self._buffer(len(inv_freq), dtype=torch.float32)
             self._frequencies.copy_(torch.tensor(inv_freq))
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.config.inv_freq is None:
-            return super().step(query, key, value)
-        return self._step_as_block(query, key, value)
 
     def _compared(self, query: Tensor, valid: Tensor, end: int) -> tuple[Tensor, Tensor]:
         if self.config.inv_freq is None:

@@ -11,7 +11,7 @@ from ...reference.contract.results import AttendResult
 from .._common.block_cache import kernels as kernels
 from .._common.block_cache.newest_query import received_of_newest, update_by_newest
 from .._common.block_cache.over_heads import over_heads
-from .._common.block_cache.state import Block, BlockState, check_block
+from .._common.block_cache.state import Block, BlockState, Policy, check_block
 
 __all__ = ["AttendResult", "TOVAConfig", "TOVAState", "attend"]
 
@@ -37,10 +37,8 @@ class TOVAState(BlockState):
     Config = TOVAConfig
     _rule = "newest"
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if self.config.per_head:
-            return super().step(query, key, value)
-        return self._step_as_block(query, key, value)
+    def _make_policy(self) -> Policy:
+        return Policy(by_blocks=not self.config.per_head)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         end = block.end

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...reference.baselines.vatp import VATPConfig
 from ...reference.contract.results import AttendResult
-from .._common.block_cache.state import Block, BlockState
+from .._common.block_cache.state import Block, BlockState, Policy
 from .h2o import accumulate, attend
 
 __all__ = ["AttendResult", "VATPConfig", "VATPState", "attend"]
@@ -17,13 +17,11 @@ class VATPState(BlockState):
     """A VATP cache. `score` is the sum of each token's weights, as in H2O; tokens are ranked by score * ||v||_1."""
 
     Config = VATPConfig
-    _carries_magnitude = True
     _rule = "sum"
+    _carries = torch.float32  # ||v_j||_1
 
-    def _allocate(self) -> None:
-        self._sinks, self._recent = self.config.sinks, self.config.protected
-        batch, _, heads, slots, _ = self.sizes
-        self._carried = self._buffer(batch, heads, slots, dtype=torch.float32)  # ||v_j||_1
+    def _make_policy(self) -> Policy:
+        return Policy(self.config.sinks, self.config.protected)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         return accumulate(self, block, self._carried), None

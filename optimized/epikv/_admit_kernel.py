@@ -37,15 +37,6 @@ def admit(
         )
 
 
-@admit.register_fake
-def _(
-    kept: Tensor, scores: Tensor | None, received: Tensor | None, num_tokens: Tensor | None, occupied: Tensor,
-    positions: Tensor, score: Tensor, rank: Tensor, next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor,
-    total: int, budget: int, newest: int, extends: bool,
-) -> None:
-    return None
-
-
 @triton.jit(do_not_specialize=["count", "slots", "total", "budget", "newest", "ring", "kept_b"])
 def admit_kernel(
     kept, scores, received, num_tokens, occupied, positions, score, rank, next_slot, tokens, seen, recents, count,

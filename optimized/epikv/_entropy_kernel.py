@@ -29,14 +29,6 @@ def add_entropy(
         )
 
 
-@add_entropy.register_fake
-def _(
-    logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, decoded: Tensor, entropy: Tensor, tau: int,
-    first: bool,
-) -> None:
-    return None
-
-
 @triton.jit
 def thought_of_entropy(entropy, low, high):
     """The thought type of a relative entropy; NaN counts as execution."""

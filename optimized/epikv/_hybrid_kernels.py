@@ -39,11 +39,6 @@ def receive(logits: Tensor, normalisers: Tensor, received: Tensor, first: bool) 
         )
 
 
-@receive.register_fake
-def _(logits: Tensor, normalisers: Tensor, received: Tensor, first: bool) -> None:
-    return None
-
-
 @operation("kvtwin::epikv_add_sparsity", mutates_args=("sparsity",))
 def add_sparsity(
     logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, decoded: Tensor, sparsity: Tensor,
@@ -59,14 +54,6 @@ def add_sparsity(
         )
 
 
-@add_sparsity.register_fake
-def _(
-    logits: Tensor, normalisers: Tensor, occupied: Tensor, slot: Tensor, decoded: Tensor, sparsity: Tensor,
-    key_value_heads: int, tau: int, threshold: float, first: bool,
-) -> None:
-    return None
-
-
 @operation("kvtwin::epikv_choose", mutates_args=("aggregate", "score", "next_slot"))
 def choose_by_weight(
     received: Tensor, aggregate: Tensor, frozen: Tensor, score: Tensor, occupied: Tensor, positions: Tensor,
@@ -79,14 +66,6 @@ def choose_by_weight(
             received, aggregate, frozen, score, occupied, positions, rank, seen, next_slot, slots, layers,
             SLOTS=_tile(slots), num_warps=8,
         )
-
-
-@choose_by_weight.register_fake
-def _(
-    received: Tensor, aggregate: Tensor, frozen: Tensor, score: Tensor, occupied: Tensor, positions: Tensor,
-    rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int,
-) -> None:
-    return None
 
 
 @operation(
@@ -104,14 +83,6 @@ def choose_by_thought(
             sparsity, thoughts, thought, decoded, occupied, positions, rank, seen, next_slot, slots, layers, tau, low,
             high, SLOTS=_tile(slots), ENTROPY=by_entropy, num_warps=8,
         )
-
-
-@choose_by_thought.register_fake
-def _(
-    sparsity: Tensor, thoughts: Tensor, thought: Tensor, decoded: Tensor, occupied: Tensor, positions: Tensor,
-    rank: Tensor, seen: Tensor, next_slot: Tensor, layers: int, tau: int, low: float, high: float, by_entropy: bool,
-) -> None:
-    return None
 
 
 def _block(slots: int) -> int:

@@ -11,14 +11,17 @@ from torch import Tensor
 
 from ...reference.contract.epikv.config import EpiKVConfig
 from ...reference.contract.thinkv.types import Thought
+from .._common.state import Rows
 from . import _entropy_kernel as entropy_kernel
 from . import _hybrid_kernels as kernels
 
 
-class Attention:
+class Attention(Rows):
     """For "attn_x_hs": aggregate, frozen and received [B, S] float32. For "segment_hs": thoughts [B, S], thought and
     decoded [B] int64, sparsity [B] float32: that, or the relative entropy, summed over the layers so far. With
     "attn_x_hs", `frozen` is the score by hidden states; otherwise the scorer's own `score` is."""
+
+    _rows = ("aggregate", "frozen", "received", "thoughts", "thought", "decoded", "sparsity")
 
     def __init__(self, config: EpiKVConfig, batch: int, buffer: Callable[..., Tensor]) -> None:
         self._config, slots = config, config.slots
@@ -38,13 +41,6 @@ class Attention:
         self.thoughts.fill_(-1)
         self.thought.fill_(int(Thought.REASONING))
         self._num_layers = 0
-
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b]."""
-        for tensor in (
-            self.aggregate, self.frozen, self.received, self.thoughts, self.thought, self.decoded, self.sparsity
-        ):
-            tensor.copy_(tensor.index_select(0, index))
 
     def admit(self, kept: Tensor, frozen: Tensor, received: Tensor | None) -> None:
         """The prompt tokens `kept` [B, N] take slots 0 to N - 1, with their scores `frozen` and `received` [B, N]."""

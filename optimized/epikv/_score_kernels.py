@@ -93,7 +93,7 @@ def change(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
 
 
 @change.register_fake
-def _(hidden: Tensor, previous: Tensor, source: Tensor | None) -> Tensor:
+def _(hidden: Tensor) -> Tensor:
     return hidden.new_empty(hidden.shape[:2], dtype=torch.float32)
 
 
@@ -115,7 +115,7 @@ def rolling(values: Tensor, first: Tensor | None, window: int, zscore: bool) -> 
 
 
 @rolling.register_fake
-def _(values: Tensor, first: Tensor | None, window: int, zscore: bool) -> Tensor:
+def _(values: Tensor) -> Tensor:
     return values.new_empty(values.shape, dtype=torch.float32)
 
 
@@ -161,7 +161,7 @@ def lag(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int, va
 
 
 @lag.register_fake
-def _(key: Tensor, value: Tensor, order: Tensor, first: Tensor, chunk: int, variance: bool) -> Tensor:
+def _(key: Tensor) -> Tensor:
     return key.new_empty((key.shape[0], key.shape[2]), dtype=torch.float32)
 
 

@@ -62,16 +62,6 @@ def step(
         )
 
 
-@step.register_fake
-def _(
-    hidden_a: Tensor | None, hidden_b: Tensor | None, key: Tensor | None, value: Tensor | None,
-    previous: Tensor, values: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, rank: Tensor,
-    next_slot: Tensor, tokens: Tensor, seen: Tensor, recents: Tensor, ranges: Tensor,
-    policy: str, window: int, chunk: int, newest: int, lag_variance: bool,
-) -> None:
-    return None
-
-
 @triton.jit
 def code_of(score, position):
     """The order of eviction as an integer: by score, NaN as -inf, then the oldest first."""

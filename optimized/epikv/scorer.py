@@ -7,18 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...reference.contract.arguments import (
-    capturing,
-    check_dtype,
-    check_next_slot,
-    check_reorder,
-    resolve_device,
-)
+from ...reference.contract.arguments import capturing, check_dtype, check_next_slot, resolve_device
 from ...reference.contract.epikv.arguments import check_prompt_fits, check_scorer
 from ...reference.contract.epikv.config import EpiKVConfig
 from ...reference.contract.epikv.scorer import ScorerInputs
+from ...reference.contract.interruption import Reorderable
 from .._common.launch import DTYPES, check_kernel_device
-from .._common.state import Buffers, Changeable, Seen
+from .._common.state import Buffers, Changeable, Rows, Seen, reorder_rows
 from . import _admit_kernel as admit_kernel
 from . import _score_kernels as score_kernels
 from . import _step_kernels as step_kernels
@@ -27,13 +22,18 @@ from ._step_kernels import FIRST, LAST
 from .scores import Order, difference, kv_variance, lag_kv, order_of, rolling_of, select
 
 
-class EpiKVScorer(Buffers, Changeable):
+class EpiKVScorer(Rows, Buffers, Changeable, Reorderable):
     """Positions and scores of S = config.slots slots per row, and the slot that the next token takes.
 
     Preallocated and updated in place, so a step can be captured in a CUDA graph. Attributes and semantics: the
     reference's `EpiKVScorer`. The next slot is the one with the lowest `rank`, an integer per slot that combines score
     and age; a step reads nothing else of size S. attention: the statistics of the hybrids, None for other policies.
     """
+
+    _rows = (
+        "occupied", "positions", "score", "_rank", "_next_slot", "_tokens", "_seen", "_recents", "_previous", "_values",
+        "attention",
+    )
 
     def __init__(
         self, config: EpiKVConfig, *, batch: int, hidden_size: int, key_value_heads: int, head_dim: int,
@@ -96,19 +96,13 @@ class EpiKVScorer(Buffers, Changeable):
             self.attention.reset()
         self._end_change()
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.batch, self.device)
-        self._start_change("reorder")
-        for tensor in (
-            self.occupied, self.positions, self.score, self._rank, self._next_slot, self._tokens, self._seen,
-            self._recents, self._previous, self._values,
-        ):
-            tensor.copy_(tensor.index_select(0, index))
-        self._ranges.copy_(self._ranges.index_select(1, index))
-        if self.attention is not None:
-            self.attention.reorder(index)
-        self._end_change()
+    @property
+    def _num_rows(self) -> int:
+        return self.batch
+
+    def _reorder(self, index: Tensor) -> None:
+        super()._reorder(index)
+        reorder_rows(self._ranges.movedim(1, 0), index)
 
     # A prompt --------------------------------------------------------------------------------------------------------
 

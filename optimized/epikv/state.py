@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reference.contract.arguments import check_config, check_reorder
+from ...reference.contract.arguments import check_config
 from ...reference.contract.epikv.arguments import HiddenInputs, check_ranks, check_scores
 from ...reference.contract.epikv.config import EpiKVConfig
 from ...reference.contract.ranks import ProcessGroup, Shared, check_process_group, digest
@@ -25,13 +25,15 @@ class EpiKVState(State):
 
     key, value [B, Hkv, S, D] with S = config.slots. occupied [B, S] bool, positions [B, S] int64, score [B, S],
     next_slot [B] int64 (writable) and tokens_seen belong to the `EpiKVScorer`. scorer: a scorer that several layers
-    share; its owner calls its `admit` before the prompt and its `step` after all layers attended. By default the state
-    has a scorer of its own and calls both. With a hybrid policy, the attention of all layers that share a scorer is
-    averaged, a step has two more launches, and each layer stores a step's logits: 4 bytes per query head and slot.
+    share; its owner calls its `admit` before the prompt, its `step` after all layers attended, and its `reorder`. By
+    default the state has a scorer of its own and calls these. With a hybrid policy, the attention of all layers that
+    share a scorer is averaged, a step has two more launches, and each layer stores a step's logits: 4 bytes per query
+    head and slot.
     process_group: see `kvtwin.reference.epikv.EpiKVState`.
     """
 
     config: EpiKVConfig
+    _rows = ("key", "value")
 
     def __init__(
         self, config: EpiKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -167,12 +169,8 @@ class EpiKVState(State):
         self._end_change()
         return output
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64. A shared scorer is left as it is."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
+    def _reorder(self, index: Tensor) -> None:
+        """A shared scorer is left as it is."""
+        super()._reorder(index)
         if not self._shared:
             self.scorer.reorder(index)
-        for tensor in (self.key, self.value):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()

@@ -133,9 +133,7 @@ def anchor(
 
 
 @anchor.register_fake
-def _(
-    key: Tensor, block_table: Tensor | None, occupied: Tensor | None, fp8: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+def _(key: Tensor, block_table: Tensor | None, occupied: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = _rows(key, block_table, occupied)
     return _new_anchor(key, rows), key.new_empty(rows, dtype=torch.float32)
 
@@ -144,11 +142,6 @@ def _(
 def update_anchor(key: Tensor, occupied: Tensor, anchor: Tensor, completion_counters: Tensor) -> None:
     """Store the sum of the normalized keys in anchor [B, Hkv, D] float32. completion_counters: zeros, one per head."""
     _launch_anchor(key, None, occupied, anchor, completion_counters)
-
-
-@update_anchor.register_fake
-def _(key: Tensor, occupied: Tensor, anchor: Tensor, completion_counters: Tensor) -> None:
-    return None
 
 
 @operation("kvtwin::keydiff_rank", mutates_args=())
@@ -163,10 +156,7 @@ def rank(
 
 
 @rank.register_fake
-def _(
-    key: Tensor, block_table: Tensor | None, occupied: Tensor | None, anchor: Tensor, inverse: Tensor,
-    fp8: torch.dtype | None = None,
-) -> Tensor:
+def _(key: Tensor, inverse: Tensor) -> Tensor:
     return key.new_empty(inverse.shape, dtype=torch.float32)
 
 
@@ -189,9 +179,6 @@ def codes(
 
 
 @codes.register_fake
-def _(
-    key: Tensor, block_table: Tensor | None, occupied: Tensor | None, protected: Tensor | None,
-    fp8: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+def _(key: Tensor, block_table: Tensor | None, occupied: Tensor | None) -> tuple[Tensor, Tensor]:
     rows = _rows(key, block_table, occupied)
     return key.new_empty(rows, dtype=torch.int32), key.new_empty((*rows[:2], 4, 256), dtype=torch.int32)

@@ -37,11 +37,6 @@ def lengths(key: Tensor, inverse: Tensor, begin: int, end: int) -> None:
     _launch_lengths(key, None, inverse, None, begin, end)
 
 
-@lengths.register_fake
-def _(key: Tensor, inverse: Tensor, begin: int, end: int) -> None:
-    return None
-
-
 def _launch_lengths(
     key: Tensor, block_table: Tensor | None, inverse: Tensor, anchor: Tensor | None, begin: int, end: int
 ) -> None:
@@ -95,15 +90,6 @@ def step(
             HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), BLOCK=block, RECENT=recent > 0,
             MASKED=slots < block or paged, PAGE=key.shape[2] if paged else 0, STAGES=STAGES, num_warps=warps_of(block),
         )
-
-
-@step.register_fake
-def _(
-    key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor, positions: Tensor, token_index: Tensor,
-    inverse: Tensor, valid_seen: Tensor, anchor: Tensor, ranked: Tensor, age: Tensor, partial: Tensor,
-    candidates: Tensor, completion_counters: Tensor, budget: int, refresh: int, recent: int,
-) -> None:
-    return None
 
 
 def warps_of(block: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...reference.contract import Pages
 from ...reference.contract.pages import check_own_pages
 from ...reference.keydiff import KeyDiffConfig
-from .._common.block_cache.state import Block, BlockState
+from .._common.block_cache.state import Block, BlockState, Policy
 from .._common.pages import by_head, read_slots, write_slots
 from . import _ops
 from ._anchors import DEFAULT, any_rank, any_score, cosine
@@ -32,6 +32,8 @@ class KeyDiffState(BlockState):
     """
 
     Config = KeyDiffConfig
+    _rows = (*BlockState._rows, "_anchor", "_age", "_ranked")
+    _carries = torch.float32  # for the default anchor: inverse lengths
     _library_attends = True
     _chooses_early = True
     #: Keys and values [B, Hkv, S, D] in one tensor each. Of a state with pages, None but within `_in_one_tensor`.
@@ -103,19 +105,17 @@ class KeyDiffState(BlockState):
             sizes = self.sizes._replace(slots=self.config.budget + 1)
             check_own_pages(self._pages, sizes=sizes, dtype=self.dtype, device=self.device)
 
+    def _make_policy(self) -> Policy:
+        return Policy(recent=self.config.recent)
+
     def _allocate(self) -> None:
-        batch, _, heads, slots, head_dim = self.sizes
-        self._recent = self.config.recent
-        # For the default anchor: the sum of the normalized keys held, the sum used for the last ranks, steps since the
-        # last recomputation, and inverse lengths.
+        batch, _, heads, _, head_dim = self.sizes
+        # For the default anchor: the sum of the normalized keys held, the sum used for the last ranks, and steps since
+        # the last recomputation.
         self._anchor, self._ranked = (self._buffer(batch, heads, head_dim, dtype=torch.float32) for _ in range(2))
         self._age = self._buffer(batch, heads, dtype=torch.int32)
-        self._carried = self._buffer(batch, heads, slots, dtype=torch.float32)
         with torch.inference_mode(False):
             self._between = scratch((batch, heads, head_dim), self.dtype, self.device, self.config.budget)
-
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return self._anchor, self._age, self._ranked
 
     def _clear(self) -> None:
         self._anchor.zero_()
@@ -158,10 +158,9 @@ class KeyDiffState(BlockState):
         with self._in_one_tensor():
             return super().step(query, key, value)
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
+    def _reorder(self, index: Tensor) -> None:
         with self._in_one_tensor():
-            super().reorder(index)
+            super()._reorder(index)
 
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._pages is None or self._key is not None:

@@ -146,11 +146,7 @@ def decode(
 
 
 @decode.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
-    protected: Tensor | None, key_scale: Tensor | None, value_scale: Tensor | None, scale: float, per_head: bool,
-    fp8: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, occupied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (
         query.new_empty(query.shape),
         query.new_empty(occupied.shape, dtype=torch.float32),
@@ -182,12 +178,7 @@ def step(
 
 
 @step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None,
-    occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, completion_counters: Tensor, scale: float, per_head: bool,
-    protect_newest: bool,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -212,11 +203,7 @@ def rank(
 
 
 @rank.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None,
-    occupied: Tensor, positions: Tensor, next_slot: Tensor, seen: Tensor,
-    workspace: Tensor, completion_counters: Tensor, scale: float,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, occupied: Tensor) -> tuple[Tensor, Tensor]:
     return _ranked(query, _sizes(query, key, occupied))
 
 

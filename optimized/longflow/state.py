@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reference.contract import Pages
-from ...reference.contract.arguments import check_all_finite, check_config, check_next_slot, check_reorder
+from ...reference.contract.arguments import check_all_finite, check_config, check_next_slot
 from ...reference.contract.pages import check_own_pages
 from ...reference.contract.ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.longflow import LongFlowConfig
@@ -28,6 +28,7 @@ class LongFlowState(State):
     """
 
     config: LongFlowConfig
+    _rows = ("occupied", "positions", "_next_slot", "score", "_sink_end")
 
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -60,6 +61,14 @@ class LongFlowState(State):
         self._seen = self._buffer(1, dtype=torch.int64)                  # on the device: graphs update it
         with torch.inference_mode(False):
             self._scratch = _ops.scratch(self.sizes, self._caches[0], config.per_head)
+        workspace, candidates, completion_counters = self._scratch
+        #: Of every step, behind the caches and their block table.
+        self._arguments = _ops.step.arguments_after("block_table", {
+            "occupied": self.occupied, "positions": self.positions, "next_slot": self._next_slot, "score": self.score,
+            "sink_end": self._sink_end, "seen": self._seen, "workspace": workspace, "candidates": candidates,
+            "completion_counters": completion_counters, "scale": self.scale, "per_head": config.per_head,
+            "protect_newest": config.protect_newest,
+        })
         self.reset()
 
     @property
@@ -159,11 +168,7 @@ class LongFlowState(State):
         if self._ranks is not None:
             return self._step_with(self._ranks, query, key, value)
         self._note_change()
-        output: Tensor = _ops.step(
-            query, key, value, *self._caches, self._block_table, self.occupied, self.positions, self._next_slot,
-            self.score, self._sink_end, self._seen, *self._scratch, self.scale, self.config.per_head,
-            self.config.protect_newest,
-        )
+        output: Tensor = _ops.step(query, key, value, *self._caches, self._block_table, *self._arguments)
         return output
 
     def _step_with(self, ranks: Ranks, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -182,15 +187,10 @@ class LongFlowState(State):
         self._end_change()
         return output
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
+    def _reorder(self, index: Tensor) -> None:
         for which in (0, 1):
             self._write(which, self._held(which).index_select(0, index))
-        for tensor in (self.occupied, self.positions, self._next_slot, self.score, self._sink_end):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()
+        super()._reorder(index)
 
     @property
     def _block_table(self) -> Tensor | None:

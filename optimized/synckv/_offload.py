@@ -19,6 +19,7 @@ from torch import Tensor
 from ...reference.contract import Sizes
 from ...reference.contract.arguments import capturing
 from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
+from .._common.state import Rows, reorder_rows
 from ._offload_kernels import append_kernel, assign_kernel, fetch_kernel, store_kernel
 from ._transfers import transfers_for
 
@@ -33,7 +34,7 @@ SHARE = 3
 CHUNK = 2048
 
 
-class Offload:
+class Offload(Rows):
     """Pool and bank of one layer. `places` [B, lists, capacity] int64: the slots in the pool of the selected tokens,
     negative for none. There is a list per cluster, or one for all.
 
@@ -43,6 +44,7 @@ class Offload:
 
     #: Attributes with memory that the kernels of a step find by its addresses in `banks`: a graph is right for another.
     by_address = ("bank",)
+    _rows = ("key", "value", "tokens", "places", "free_places", "entry_of")
 
     def __init__(
         self, sizes: Sizes, members: Tensor, counters: Tensor, due: Tensor, representative_heads: int, lists: int,
@@ -190,17 +192,13 @@ class Offload:
             whole[:, :, since:seen] = pool[:, :, recent:recent + seen - since]
         return found[0], found[1]
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b]."""
+    def _reorder(self, index: Tensor) -> None:
         self.transfers.wait()
-        for tensor in (self.key, self.value, self.tokens, self.places, self.free_places, self.entry_of):
-            tensor.copy_(tensor.index_select(0, index))
+        super()._reorder(index)
         if self.bank is not None:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
-            rows = index.cpu()
-            for tensor in self.bank:
-                tensor.copy_(tensor.index_select(0, rows))
+            reorder_rows(self.bank, index.cpu())
 
     def __deepcopy__(self, memo: object) -> Offload:
         raise NotImplementedError(

@@ -62,7 +62,7 @@ def select(score: Tensor, candidates: Tensor, taken: Tensor, count: int) -> Tens
 
 
 @select.register_fake
-def _(score: Tensor, candidates: Tensor, taken: Tensor, count: int) -> Tensor:
+def _(score: Tensor, count: int) -> Tensor:
     return _places(score, count)
 
 

@@ -115,12 +115,7 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, pool_key: Tensor | None,
-    pool_value: Tensor | None, occupied: Tensor, chosen: Tensor, members: Tensor, entries: Tensor, counters: Tensor,
-    due: Tensor, logits: Tensor, partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float, stride: int,
-    dense_splits: int, list_splits: int, size: int, pool: int,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 
@@ -185,14 +180,6 @@ def _choose(
         )
 
 
-@anticipate.register_fake
-def _(
-    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, fixed: Tensor,
-    histograms: Tensor, chosen: Tensor, splits: int, count: int, exclude: bool,
-) -> None:
-    return None
-
-
 @operation("kvtwin::synckv_codes", mutates_args=())
 def codes(
     due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, splits: int
@@ -205,9 +192,7 @@ def codes(
 
 
 @codes.register_fake
-def _(
-    due: Tensor, logits: Tensor, row_maxima: Tensor, weight_sums: Tensor, occupied: Tensor, splits: int
-) -> Tensor:
+def _(logits: Tensor, occupied: Tensor) -> Tensor:
     return _codes(logits.shape[0] // occupied.shape[0], occupied)
 
 
@@ -223,11 +208,6 @@ def choose(due: Tensor, code: Tensor, fixed: Tensor, chosen: Tensor, count: int,
         _choose(due, code, histograms, fixed, chosen, count, exclude, counted=False)
 
 
-@choose.register_fake
-def _(due: Tensor, code: Tensor, fixed: Tensor, chosen: Tensor, count: int, exclude: bool) -> None:
-    return None
-
-
 @operation("kvtwin::synckv_unite", mutates_args=("united", "marks"))
 def unite(due: Tensor, chosen: Tensor, united: Tensor, marks: Tensor) -> None:
     """If `due`, write the tokens of all lists in chosen [B, N_r, N], each once, then -1, to united [B, 1, M] int64.
@@ -239,8 +219,3 @@ def unite(due: Tensor, chosen: Tensor, united: Tensor, marks: Tensor) -> None:
         unite_kernel[(batch,)](
             due, chosen, united, marks, marks.shape[1], lists, capacity, united.shape[2], CHUNK=UNITED, num_warps=8
         )
-
-
-@unite.register_fake
-def _(due: Tensor, chosen: Tensor, united: Tensor, marks: Tensor) -> None:
-    return None

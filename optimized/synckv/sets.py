@@ -127,6 +127,6 @@ def log_weights(query: Tensor, key: Tensor, occupied: Tensor, scale: float, memb
 
 
 @log_weights.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, scale: float, members: Tensor | None = None) -> Tensor:
+def _(key: Tensor, members: Tensor | None) -> Tensor:
     heads = key.shape[1] if members is None else members.shape[0]
     return key.new_empty((key.shape[0], heads, key.shape[2]), dtype=torch.float32)

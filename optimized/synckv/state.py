@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...reference.contract.arguments import capturing, check_config, check_reorder, check_room
+from ...reference.contract.arguments import capturing, check_config, check_room
 from ...reference.contract.ranks import (
     ProcessGroup,
     Shared,
@@ -23,7 +23,7 @@ from ...reference.contract.ranks import (
 from ...reference.contract.synckv.arguments import resolve_clusters
 from ...reference.contract.synckv.types import HeadClusters, SyncKVConfig
 from .._common.prompts import prompt_selection
-from .._common.state import State
+from .._common.state import State, reorder_rows
 from . import _step
 from ._attend_kernels import SEEN
 from ._offload import Offload
@@ -43,6 +43,7 @@ class SyncKVState(State):
     """
 
     config: SyncKVConfig
+    _rows = ("_offload", "_key", "_value", "occupied", "_static", "_fixed", "_chosen")
 
     def __init__(
         self, config: SyncKVConfig, head_clusters: HeadClusters | None = None, *, batch: int, query_heads: int,
@@ -337,14 +338,7 @@ class SyncKVState(State):
         """The size in bytes of the bank in the host's memory: 0 without offload, and before the first token."""
         return 0 if self._offload is None else self._offload.host_bytes
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        if self._offload is not None:
-            self._offload.reorder(index)
-        for tensor in (self._key, self._value, self.occupied, self._static, self._fixed, self._chosen):
-            tensor.copy_(tensor.index_select(0, index))
-        if self._unites:
-            self._listed.copy_(self._listed.index_select(0, index))
-        self._end_change()
+    def _reorder(self, index: Tensor) -> None:
+        super()._reorder(index)
+        if self._unites:                                        # otherwise, `_listed` is `_chosen`
+            reorder_rows(self._listed, index)

@@ -156,12 +156,7 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    query: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
-    slot_groups: Tensor, physical: Tensor, order: Tensor, counts: Tensor, buffered: Tensor, completion_counters: Tensor,
-    sparsity_mask: Tensor | None, formats: str, block: int, scale: float, threshold: float, of_mean: bool,
-    pooled: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor) -> tuple[Tensor, Tensor]:
     return _attended(query)
 
 

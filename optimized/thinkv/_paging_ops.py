@@ -199,14 +199,6 @@ def append(
         )
 
 
-@append.register_fake
-def _(
-    key: Tensor, value: Tensor, new_positions: Tensor, buffer_key: Tensor, buffer_value: Tensor, positions: Tensor,
-    buffered: Tensor, overflow: Tensor,
-) -> None:
-    return None
-
-
 @operation(
     "kvtwin::thinkv_paged_flush",
     mutates_args=(
@@ -246,16 +238,6 @@ def flush(
         )
 
 
-@flush.register_fake
-def _(
-    rows: Tensor, thought: Tensor, segment: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
-    buffer_key: Tensor, buffer_value: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor,
-    slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, order: Tensor, used: Tensor, group_tokens: Tensor,
-    starts: Tensor, counts: Tensor, buffered: Tensor, overflow: Tensor, formats: str, block: int,
-) -> None:
-    return None
-
-
 @operation(
     "kvtwin::thinkv_paged_evict",
     mutates_args=(
@@ -279,14 +261,6 @@ def evict(
             **plan_of.types, BLOCK=block, BLOCK_PAD=block_pad,
             ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=chunk_of(entries), num_warps=4,
         )
-
-
-@evict.register_fake
-def _(
-    tokens: Tensor, positions: Tensor, segments: Tensor, evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor,
-    physical: Tensor, order: Tensor, used: Tensor, group_tokens: Tensor, counts: Tensor, formats: str, block: int,
-) -> None:
-    return None
 
 
 @operation("kvtwin::thinkv_paged_read", mutates_args=())
@@ -315,11 +289,7 @@ def read(
 
 
 @read.register_fake
-def _(
-    pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, buffer_key: Tensor, buffer_value: Tensor,
-    positions: Tensor, slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, formats: str, block: int,
-    what: int,
-) -> tuple[Tensor, Tensor]:
+def _(buffer_key: Tensor, positions: Tensor, what: int) -> tuple[Tensor, Tensor]:
     return _shown(positions, buffer_key, what), _shown(positions, buffer_key, what)
 
 

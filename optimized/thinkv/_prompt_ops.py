@@ -70,11 +70,7 @@ def plan_prompt(
 
 
 @plan_prompt.register_fake
-def _(
-    key: Tensor, order: Tensor, counts: Tensor, sizes: Tensor, levels: Tensor, live: Tensor, over_budget: Tensor,
-    segment: Tensor, entries: int, formats: str, block: int, group: int, tau: int, budget: int,
-    retention: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def _(key: Tensor, counts: Tensor, tau: int) -> tuple[Tensor, Tensor]:
     batch, _, total, _ = key.shape
     return (
         counts.new_empty((batch, triton.cdiv(total, tau)), dtype=torch.int32),
@@ -115,16 +111,6 @@ def place_prompt(
         )
 
 
-@place_prompt.register_fake
-def _(
-    order: Tensor, counts: Tensor, evictions: Tensor, gone: Tensor, place: Tensor, positions: Tensor, segments: Tensor,
-    evicted: Tensor, slot_groups: Tensor, block_thoughts: Tensor, physical: Tensor, entry_order: Tensor, used: Tensor,
-    group_tokens: Tensor, starts: Tensor, block_counts: Tensor, overflow: Tensor, heads: int, head_dim: int,
-    formats: str, block: int, group: int, tau: int,
-) -> None:
-    return None
-
-
 @operation("kvtwin::thinkv_store_prompt", mutates_args=("pool", "key_scales", "chunk_scales"))
 def store_prompt(
     key: Tensor, value: Tensor, order: Tensor, place: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
@@ -148,11 +134,3 @@ def store_prompt(
             plan_of.row_words, base, FORMAT=fmt, LANES=LANES[fmt], GROUP=group, BLOCK=block, HEAD_DIM=head_dim,
             D_PAD=padded_head_dim(head_dim), TOKENS=triton.next_power_of_2(group), num_warps=4,
         )
-
-
-@store_prompt.register_fake
-def _(
-    key: Tensor, value: Tensor, order: Tensor, place: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor,
-    slot_groups: Tensor, physical: Tensor, formats: str, block: int, group: int, tau: int,
-) -> None:
-    return None

@@ -41,10 +41,7 @@ def sparsity(
 
 
 @sparsity.register_fake
-def _(
-    pooled: Tensor, counts: Tensor, buffered: Tensor, sparsity_mask: Tensor | None, block: int, slots: int,
-    threshold: float, of_mean: bool,
-) -> Tensor:
+def _(pooled: Tensor) -> Tensor:
     return pooled.new_empty(pooled.shape[:1])
 
 
@@ -74,11 +71,7 @@ def grams(
 
 
 @grams.register_fake
-def _(
-    sizes: Tensor, planned: Tensor, first: Tensor, block_thoughts: Tensor, segments: Tensor, positions: Tensor,
-    slot_groups: Tensor, physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str,
-    block: int, group: int, tau: int, head_dim: int, most: int, rows: int,
-) -> Tensor:
+def _(sizes: Tensor, positions: Tensor, tau: int, rows: int) -> Tensor:
     return torch.empty(len(sizes), rows, tau, dtype=torch.float32, device=positions.device)
 
 
@@ -104,10 +97,7 @@ def shrink(
 
 
 @shrink.register_fake
-def _(
-    every: Tensor, sizes: Tensor, planned: Tensor, first: Tensor, segments: Tensor, positions: Tensor,
-    physical: Tensor, block: int, head_dim: int, most: int, replicas: int,
-) -> Tensor:
+def _(positions: Tensor) -> Tensor:
     return positions.new_empty(positions.shape, dtype=torch.bool)
 
 
@@ -130,7 +120,7 @@ def segment_gram(key: Tensor, keep: int) -> Tensor:
 
 
 @segment_gram.register_fake
-def _(key: Tensor, keep: int) -> Tensor:
+def _(key: Tensor) -> Tensor:
     return key.new_empty(key.shape[1], key.shape[1])
 
 
@@ -150,7 +140,7 @@ def segment_choice(every: Tensor, keep: int, head_dim: int, replicas: int) -> tu
 
 
 @segment_choice.register_fake
-def _(every: Tensor, keep: int, head_dim: int, replicas: int) -> tuple[Tensor, Tensor]:
+def _(every: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     return (
         every.new_empty(keep, dtype=torch.int64), every.new_empty((ITERATIONS, every.shape[1]), dtype=torch.int64)
     )

@@ -107,10 +107,7 @@ def _anneal(
 
 
 @_anneal.register_fake
-def _(
-    size: Tensor, level: Tensor, thought: Tensor, current: Tensor, trajectory_change: Tensor, live: Tensor,
-    budget: int, retention: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _annealed(size)
 
 
@@ -149,7 +146,7 @@ def _representatives(key: Tensor, slots: Tensor, keep: Tensor, most: int) -> Ten
 
 
 @_representatives.register_fake
-def _(key: Tensor, slots: Tensor, keep: Tensor, most: int) -> Tensor:
+def _(slots: Tensor) -> Tensor:
     return slots.new_empty(slots.shape, dtype=torch.bool)
 
 

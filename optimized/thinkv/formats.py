@@ -125,7 +125,7 @@ def _quantize(
 
 
 @_quantize.register_fake
-def _(x: Tensor, fmt: str, axis: int, group: int, rule: str, tensor_scale: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, fmt: str, axis: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     return _results(x, fmt, axis, group)
 
 
@@ -152,9 +152,7 @@ def _dequantize(
 
 
 @_dequantize.register_fake
-def _(
-    codes: Tensor, scales: Tensor, second: Tensor | None, fmt: str, axis: int, group: int, dtype: torch.dtype
-) -> Tensor:
+def _(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.new_empty(codes.shape, dtype=dtype)
 
 
@@ -187,7 +185,7 @@ def _unpack(packed: Tensor, bits: int, size: int) -> Tensor:
 
 
 @_unpack.register_fake
-def _(packed: Tensor, bits: int, size: int) -> Tensor:
+def _(packed: Tensor, size: int) -> Tensor:
     return packed.new_empty(*packed.shape[:-1], size)
 
 

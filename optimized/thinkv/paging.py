@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ...reference.contract import Sizes
-from ...reference.contract.arguments import check_dtype, check_reorder, resolve_device
-from ...reference.contract.interruption import Interruptible
+from ...reference.contract.arguments import check_dtype, resolve_device
+from ...reference.contract.interruption import Reorderable
 from ...reference.contract.thinkv.config import ThinKVConfig
 from ...reference.contract.thinkv.paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
 from ...reference.contract.thinkv.types import BlockEntry, PagedAttentionResult, PagedCodes, Thought
 from .._common.launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable, padded_slots
 from .._common.ranks import Ranks
-from .._common.state import Buffers
+from .._common.state import Buffers, Rows
 from . import _paging_ops as ops
 from . import _ranks_ops as on_ranks
 from ._paged_attention_ops import attend
@@ -34,7 +34,7 @@ LARGEST = 256
 NOTHING = {"positions", "segments", "slot_groups", "block_thoughts", "physical", "starts"}
 
 
-class PagedCache(Buffers, Interruptible):
+class PagedCache(Rows, Buffers, Reorderable):
     """The paged cache of `batch` sequences in one layer (ThinKV section 4.2).
 
     Attributes as in the reference: by slot [B, S] positions, occupied, segments, thoughts, groups, evicted; by entry of
@@ -44,6 +44,8 @@ class PagedCache(Buffers, Interruptible):
     float32, float16 or bfloat16; D from 16 to 256; up to 16 query heads per KV head; groups and blocks of up to 256
     tokens. TypeError or ValueError for other arguments, and for CPU tensors outside Triton's interpreter.
     """
+
+    _rows = ("_tables", "_storage")
 
     def __init__(
         self, config: ThinKVConfig, *, batch: int, key_value_heads: int, head_dim: int, dtype: torch.dtype,
@@ -192,13 +194,9 @@ class PagedCache(Buffers, Interruptible):
             table.masked_fill_(rows.view(-1, *[1] * (table.dim() - 1)), -1 if name in NOTHING else 0)
         self._end_change()
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.shape[0], self.device)
-        self._start_change("reorder")
-        for tensor in (*self._tables, *self._storage):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()
+    @property
+    def _num_rows(self) -> int:
+        return self.shape[0]
 
     # Contents ------------------------------------------------------------------------------------------------------
 

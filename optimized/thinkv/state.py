@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...reference.contract.arguments import check_config, check_reorder, check_room
+from ...reference.contract.arguments import check_config, check_room
 from ...reference.contract.ranks import ProcessGroup, Shared, check_heads, check_process_group, digest
 from ...reference.contract.thinkv.config import ThinKVConfig
 from ...reference.contract.thinkv.paging import check_thought
@@ -45,6 +45,10 @@ class ThinKVState(State):
     """
 
     config: ThinKVConfig
+    _rows = (
+        "cache", "sparsity", "over_budget", "levels", "_thought", "_thoughts", "_segment", "_segment_sizes", "_live",
+        "_seen", "_decoded",
+    )
 
     def __init__(
         self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -275,18 +279,6 @@ class ThinKVState(State):
         self.levels.copy_(plan.level)
         self.over_budget.copy_(plan.over_budget)
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        self.cache.reorder(index)
-        for tensor in (
-            self.sparsity, self.over_budget, self.levels, self._thought, self._thoughts, self._segment,
-            self._segment_sizes, self._live, self._seen, self._decoded,
-        ):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()
-
 
 # Operations ----------------------------------------------------------------------------------------------------------
 
@@ -344,9 +336,5 @@ def _shrink(
 
 
 @_shrink.register_fake
-def _(
-    sizes: Tensor, planned: Tensor, block_thoughts: Tensor, segments: Tensor, positions: Tensor, slot_groups: Tensor,
-    physical: Tensor, pool: Tensor, key_scales: Tensor, chunk_scales: Tensor, formats: str, block: int, group: int,
-    tau: int, head_dim: int, most: int,
-) -> Tensor:
+def _(positions: Tensor) -> Tensor:
     return positions.new_empty(positions.shape, dtype=torch.bool)

@@ -136,7 +136,7 @@ def _attention_sparsity(
 
 
 @_attention_sparsity.register_fake
-def _(query: Tensor, key: Tensor, occupied: Tensor, threshold: float, scale: float, of_mean: bool) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape[:1], dtype=torch.float32)
 
 
@@ -152,5 +152,5 @@ def _classify(sparsity: Tensor, low: float, high: float) -> Tensor:
 
 
 @_classify.register_fake
-def _(sparsity: Tensor, low: float, high: float) -> Tensor:
+def _(sparsity: Tensor) -> Tensor:
     return sparsity.new_empty(sparsity.shape, dtype=torch.int64)

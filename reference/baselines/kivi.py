@@ -9,14 +9,13 @@ theirs R at a time, values one at a time.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..attention import attention_weights, causal_attention, weighted_values
-from ..contract.arguments import check_config, check_integer, check_room, check_scale
+from ..contract.arguments import check_integer, check_scale
 from ..contract.kivi import (
     WORD,
     check_bits,
@@ -26,7 +25,7 @@ from ..contract.kivi import (
     check_quantize,
     words_of,
 )
-from ..state import State
+from ..growing_state import QuantizedState
 
 __all__ = ["KIVIConfig", "KIVIState", "QuantizeResult", "dequantize", "quantize"]
 
@@ -148,7 +147,7 @@ def quantized_most(config: KIVIConfig, slots: int) -> tuple[int, int]:
     return max(slots - slots % config.residual, config.group), max(slots - config.residual, 1)
 
 
-class KIVIState(State):
+class KIVIState(QuantizedState):
     """The KIVI cache of `batch` sequences in one layer.
 
     Token i of a row, padding not counted, is in slot i of S = config.max_tokens. Of n tokens, the first n - n mod R
@@ -162,57 +161,21 @@ class KIVIState(State):
     the codes in a word, 32 / value_bits.
     """
 
+    Config = KIVIConfig
     config: KIVIConfig
-    _per_slot: ClassVar[tuple[str, ...]] = (
-        "_key", "_value", "positions", "_key_codes", "_key_scale", "_key_minimum", "_value_codes", "_value_scale",
-        "_value_minimum",
-    )
-    _per_row: ClassVar[tuple[str, ...]] = ("_count",)
 
-    def __init__(
-        self, config: KIVIConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
-    ) -> None:
-        config = check_config(config, KIVIConfig)
-        super().__init__(
-            config, slots=config.max_tokens, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            head_dim=head_dim, dtype=dtype, device=device,
-        )
-        check_head_dim(head_dim, group=config.group, bits=config.value_bits, of="value_bits")
+    def _set_up(self) -> None:
+        check_head_dim(self.sizes.head_dim, group=self.config.group, bits=self.config.value_bits, of="value_bits")
         self._stored = self.dtype                                # of scales and minima
-        self.reset()
 
     def _allocate(self) -> None:
-        batch, _, heads, slots, head_dim = self.sizes
-        # As attention reads them: a quantized token is replaced by the numbers that its codes stand for.
-        work = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self._key, self._value = (
-            torch.zeros(batch, heads, slots, head_dim, dtype=work, device=self.device) for _ in range(2)
-        )
-        self.positions = torch.full((batch, slots), -1, dtype=torch.int64, device=self.device)
-        self._count = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        keys, values = quantized_most(self.config, slots)
-        each = self.config.group
+        super()._allocate()
+        keys, values = quantized_most(self.config, self.sizes.slots)
+        head_dim, each, work = self.sizes.head_dim, self.config.group, self._stored_as
         self._key_codes = self._zeros(keys // each * words_of(each, self.config.key_bits), head_dim, torch.int32)
         self._key_scale, self._key_minimum = (self._zeros(keys // each, head_dim, work) for _ in range(2))
         self._value_codes = self._zeros(values, head_dim * self.config.value_bits // WORD, torch.int32)
         self._value_scale, self._value_minimum = (self._zeros(values, head_dim // each, work) for _ in range(2))
-
-    def _zeros(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        batch, heads = self.sizes.batch, self.sizes.key_value_heads
-        return torch.zeros(batch, heads, rows, columns, dtype=dtype, device=self.device)
-
-    @property
-    def occupied(self) -> Tensor:
-        return self.positions >= 0
-
-    @property
-    def key(self) -> Tensor:
-        return self._key.to(self.dtype)
-
-    @property
-    def value(self) -> Tensor:
-        return self._value.to(self.dtype)
 
     @property
     def keys_quantized(self) -> Tensor:
@@ -232,53 +195,10 @@ class KIVIState(State):
             self._value_codes, self._value_scale.to(self._stored), self._value_minimum.to(self._stored)
         )
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Full causal attention of the prompt; then its keys and values are quantized.
-
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
-        Returns [B, Hq, T, D], zeros for padding, which takes no slot. RuntimeError if the state holds tokens;
-        ValueError for more than config.max_tokens tokens; TypeError or ValueError for other invalid arguments.
-        """
-        occupied = self._check_prompt(query, key, value, occupied)
-        self._check_empty()
-        total = occupied.shape[1]
-        check_room(0, total, self.config.max_tokens)
-        self._start_change("prefill")
-        output = causal_attention(query, key, value, occupied, scale=self.scale)
-        for row in range(self.sizes.batch):
-            tokens = occupied[row].nonzero()[:, 0]
-            self._key[row, :, :len(tokens)] = key[row, :, tokens].to(self._key.dtype)
-            self._value[row, :, :len(tokens)] = value[row, :, tokens].to(self._key.dtype)
-            self.positions[row, :len(tokens)] = tokens
-        self._quantize_until(occupied.sum(1))
-        self._seen = total
-        self._end_change()
-        return output
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append a token and attend to all tokens; then quantize.
-
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError beyond
-        config.max_tokens tokens; TypeError or ValueError for other invalid arguments.
-        """
-        self._check_step(query, key, value)
-        check_room(self._seen, 1, self.config.max_tokens)
-        self._start_change("step")
-        row = torch.arange(self.sizes.batch, device=self.device)
-        self._key[row, :, self._count] = key.to(self._key.dtype)
-        self._value[row, :, self._count] = value.to(self._key.dtype)
-        self.positions[row, self._count] = self._seen
-        weight = attention_weights(query.to(self._key.dtype), self._key, self.occupied, scale=self.scale)
-        output = weighted_values(weight, self._value, self.occupied).to(query.dtype)
-        self._quantize_until(self._count + 1)
-        self._seen += 1
-        self._end_change()
-        return output
-
-    def _quantize_until(self, count: Tensor) -> None:
-        """Quantize what is due when the rows have `count` [B] tokens, which are in their slots already."""
+    def _grow(self, count: Tensor, seen: int) -> None:
+        """Quantize what is due when the rows have `count` [B] tokens."""
         before = self.keys_quantized.tolist(), self.values_quantized.tolist()
-        self._count = count
+        super()._grow(count, seen)
         after = self.keys_quantized.tolist(), self.values_quantized.tolist()
         for row in range(self.sizes.batch):
             for which in range(2):

@@ -9,13 +9,12 @@ budget, the codes of all its quantized tokens shrink to half of their bits. Each
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..attention import attention_weights, causal_attention, weighted_values
-from ..contract.arguments import check_config, check_integer, check_room, check_scale
+from ..contract.arguments import check_integer, check_scale
 from ..contract.pm_kvq import (
     WIDTHS,
     check_bits_budget,
@@ -29,7 +28,7 @@ from ..contract.pm_kvq import (
     scale_dtype,
     tokens_that_fit,
 )
-from ..state import State
+from ..growing_state import QuantizedState
 from .kivi import codes_of_groups
 
 __all__ = ["PMKVQConfig", "PMKVQState", "QuantizeResult", "ShrinkResult", "dequantize", "quantize", "shrink"]
@@ -151,7 +150,7 @@ def dequantize(
     return (code * scale.to(work)[..., None] + minimum.to(work)[..., None]).flatten(-2).to(dtype)
 
 
-class PMKVQState(State):
+class PMKVQState(QuantizedState):
     """The PM-KVQ cache of `batch` sequences in one layer.
 
     Token i of a row, padding not counted, is in slot i of S = config.max_tokens. Of the n tokens of a row, the first
@@ -165,58 +164,25 @@ class PMKVQState(State):
     is odd, or larger than config.group and no multiple of it.
     """
 
+    Config = PMKVQConfig
     config: PMKVQConfig
-    _per_slot: ClassVar[tuple[str, ...]] = (
-        "_key", "_value", "positions", "_key_codes", "_key_scale", "_key_minimum", "_value_codes", "_value_scale",
-        "_value_minimum",
-    )
-    _per_row: ClassVar[tuple[str, ...]] = ("_count",)
 
-    def __init__(
-        self, config: PMKVQConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
-    ) -> None:
-        config = check_config(config, PMKVQConfig)
-        super().__init__(
-            config, slots=config.max_tokens, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            head_dim=head_dim, dtype=dtype, device=device,
-        )
-        check_head_dim(head_dim, config.group)
+    def _set_up(self) -> None:
+        check_head_dim(self.sizes.head_dim, self.config.group)
         self._stored = self.dtype                                # of minima; scales: `scale_dtype`
-        self.reset()
 
     def _allocate(self) -> None:
-        batch, slots, head_dim = self.sizes.batch, self.sizes.slots, self.sizes.head_dim
-        # As attention reads them: a quantized token is replaced by the numbers that its codes stand for.
-        work = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self._key, self._value = (self._zeros(head_dim, work) for _ in range(2))
-        self.positions = torch.full((batch, slots), -1, dtype=torch.int64, device=self.device)
-        self._count = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        groups = groups_of(head_dim, self.config.group)
-        self._key_codes, self._value_codes = (self._zeros(head_dim, torch.int32) for _ in range(2))
+        super()._allocate()
+        slots, head_dim, work = self.sizes.slots, self.sizes.head_dim, self._stored_as
+        self._key_codes, self._value_codes = (self._zeros(slots, head_dim, torch.int32) for _ in range(2))
         self._key_scale, self._key_minimum, self._value_scale, self._value_minimum = (
-            self._zeros(groups, work) for _ in range(4)
+            self._zeros(slots, groups_of(head_dim, self.config.group), work) for _ in range(4)
         )
-
-    def _zeros(self, columns: int, dtype: torch.dtype) -> Tensor:
-        batch, _, heads, slots, _ = self.sizes
-        return torch.zeros(batch, heads, slots, columns, dtype=dtype, device=self.device)
-
-    @property
-    def occupied(self) -> Tensor:
-        return self.positions >= 0
-
-    @property
-    def key(self) -> Tensor:
-        return self._key.to(self.dtype)
-
-    @property
-    def value(self) -> Tensor:
-        return self._value.to(self.dtype)
 
     @property
     def tokens_quantized(self) -> Tensor:
-        return self._quantized_of(self._count)
+        entered = (self._count - self.config.sinks).clamp_min(0)
+        return entered - entered % self.config.window
 
     @property
     def width(self) -> int:
@@ -226,10 +192,6 @@ class PMKVQState(State):
     def budget_bytes(self) -> int:
         """The most bytes that the codes and the unquantized keys and values, in 16 bits, of a sequence take."""
         return int(self.config.bits * self.config.max_tokens * self.sizes.key_value_heads * self.sizes.head_dim) // 4
-
-    def _quantized_of(self, count: Tensor) -> Tensor:
-        entered = (count - self.config.sinks).clamp_min(0)
-        return entered - entered % self.config.window
 
     def codes_of_keys(self) -> QuantizeResult:
         """The quantized keys of every row, codes of `width` bits, as `quantize` returns them: [B, Hkv, S, D] codes in
@@ -243,52 +205,10 @@ class PMKVQState(State):
     def _codes(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> QuantizeResult:
         return QuantizeResult(codes, scale.to(scale_dtype(self._stored)), minimum.to(self._stored))
 
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Full causal attention of the prompt; then its keys and values are quantized.
-
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
-        Returns [B, Hq, T, D], zeros for padding, which takes no slot. RuntimeError if the state holds tokens;
-        ValueError for more than config.max_tokens tokens; TypeError or ValueError for other invalid arguments.
-        """
-        occupied = self._check_prompt(query, key, value, occupied)
-        self._check_empty()
-        total = occupied.shape[1]
-        check_room(0, total, self.config.max_tokens)
-        self._start_change("prefill")
-        output = causal_attention(query, key, value, occupied, scale=self.scale)
-        for row in range(self.sizes.batch):
-            tokens = occupied[row].nonzero()[:, 0]
-            self._key[row, :, :len(tokens)] = key[row, :, tokens].to(self._key.dtype)
-            self._value[row, :, :len(tokens)] = value[row, :, tokens].to(self._key.dtype)
-            self.positions[row, :len(tokens)] = tokens
-        self._quantize_until(occupied.sum(1), total)
-        self._end_change()
-        return output
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append a token and attend to all tokens; then quantize and shrink.
-
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError beyond
-        config.max_tokens tokens; TypeError or ValueError for other invalid arguments.
-        """
-        self._check_step(query, key, value)
-        check_room(self._seen, 1, self.config.max_tokens)
-        self._start_change("step")
-        row = torch.arange(self.sizes.batch, device=self.device)
-        self._key[row, :, self._count] = key.to(self._key.dtype)
-        self._value[row, :, self._count] = value.to(self._key.dtype)
-        self.positions[row, self._count] = self._seen
-        weight = attention_weights(query.to(self._key.dtype), self._key, self.occupied, scale=self.scale)
-        output = weighted_values(weight, self._value, self.occupied).to(query.dtype)
-        self._quantize_until(self._count + 1, self._seen + 1)
-        self._end_change()
-        return output
-
-    def _quantize_until(self, count: Tensor, seen: int) -> None:
-        """Shrink and quantize what is due when the rows have `count` [B] tokens, which are in their slots already, of
-        `seen` with padding."""
+    def _grow(self, count: Tensor, seen: int) -> None:
+        """Shrink and quantize what is due when the rows have `count` [B] tokens, of `seen` with padding."""
         before, width = self.tokens_quantized.tolist(), self.width
-        self._count, self._seen = count, seen
+        super()._grow(count, seen)
         first = self.config.sinks
         for row, (old, new) in enumerate(zip(before, self.tokens_quantized.tolist(), strict=True)):
             if old and self.width < width:

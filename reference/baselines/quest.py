@@ -18,16 +18,15 @@ from ..attention import (
     INF,
     accumulate_dtype,
     attention_weights,
-    causal_attention,
     exact,
     per_query_head,
     weighted_values,
 )
 from ..contract import MethodConfig
-from ..contract.arguments import check_config, check_flag, check_integer, check_room
+from ..contract.arguments import check_flag, check_integer
 from ..contract.quest import check_page_bounds, check_page_scores, check_select_pages
+from ..growing_state import GrowingState
 from ..selection import top_k
-from ..state import State
 
 __all__ = ["PageBoundsResult", "QuestConfig", "QuestState", "page_bounds", "page_scores", "select_pages"]
 
@@ -125,7 +124,7 @@ def select_pages(score: Tensor, count: Tensor, *, k: int, keep_last: bool = True
     return best.masked_fill(best == most, -1)
 
 
-class QuestState(State):
+class QuestState(GrowingState):
     """The Quest cache of `batch` sequences in one layer.
 
     Token i of a row, padding not counted, is in slot i of S = config.max_tokens, and in page i // page_size. A step
@@ -138,77 +137,28 @@ class QuestState(State):
     all -1 if there was no step since the prompt.
     """
 
+    Config = QuestConfig
     config: QuestConfig
-    _per_slot: ClassVar[tuple[str, ...]] = ("key", "value", "positions", "maximum", "minimum", "selected")
-    _per_row: ClassVar[tuple[str, ...]] = ("_count",)
-
-    def __init__(
-        self, config: QuestConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
-    ) -> None:
-        config = check_config(config, QuestConfig)
-        super().__init__(
-            config, slots=config.max_tokens, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads,
-            head_dim=head_dim, dtype=dtype, device=device,
-        )
-        self.reset()
+    _per_slot: ClassVar[tuple[str, ...]] = (*GrowingState._per_slot, "maximum", "minimum", "selected")
 
     def _allocate(self) -> None:
-        batch, query_heads, heads, slots, head_dim = self.sizes
-        self.key, self.value, self.maximum, self.minimum = (
-            torch.zeros(batch, heads, rows, head_dim, dtype=self.dtype, device=self.device)
-            for rows in (slots, slots, self.config.pages_stored, self.config.pages_stored)
-        )
-        self.positions = torch.full((batch, slots), -1, dtype=torch.int64, device=self.device)
-        self.selected = torch.full(
-            (batch, query_heads, self.config.pages_selected), -1, dtype=torch.int64, device=self.device
-        )
-        self._count = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        super()._allocate()
+        shape, pages = (self.sizes.batch, self.sizes.query_heads, self.config.pages_selected), self.config.pages_stored
+        self.maximum, self.minimum = (self._zeros(pages, self.sizes.head_dim, self.dtype) for _ in range(2))
+        self.selected = torch.full(shape, -1, dtype=torch.int64, device=self.device)
 
-    @property
-    def occupied(self) -> Tensor:
-        return self.positions >= 0
-
-    def prefill(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None) -> Tensor:
-        """Full causal attention of the prompt, and the bounds of its pages.
-
-        query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool, False for padding, by default all True.
-        Returns [B, Hq, T, D], zeros for padding, which takes no slot. RuntimeError if the state holds tokens;
-        ValueError for more than config.max_tokens tokens; TypeError or ValueError for other invalid arguments.
-        """
-        occupied = self._check_prompt(query, key, value, occupied)
-        self._check_empty()
-        total = occupied.shape[1]
-        check_room(0, total, self.config.max_tokens)
-        self._start_change("prefill")
-        output = causal_attention(query, key, value, occupied, scale=self.scale)
-        for row in range(self.sizes.batch):
-            tokens = occupied[row].nonzero()[:, 0]
-            self.key[row, :, :len(tokens)] = key[row, :, tokens]
-            self.value[row, :, :len(tokens)] = value[row, :, tokens]
-            self.positions[row, :len(tokens)] = tokens
-            if not len(tokens):                                                   # a row of padding
+    def _store_prompt(self, key: Tensor, value: Tensor, occupied: Tensor) -> None:
+        super()._store_prompt(key, value, occupied)
+        for row, count in enumerate(occupied.sum(1).tolist()):
+            if not count:                                                         # a row of padding
                 continue
-            found = page_bounds(key[row:row + 1, :, tokens], page_size=self.config.page_size)
+            found = page_bounds(self.key[row:row + 1, :, :count], page_size=self.config.page_size)
             for bound, of_row in zip((self.maximum, self.minimum), found, strict=True):
                 bound[row, :, :of_row.shape[2]] = of_row[0]
-        self._count = occupied.sum(1)
-        self._seen = total
-        self._end_change()
-        return output
 
-    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Append a token, select pages for each query head, and attend to their tokens.
-
-        query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. ValueError beyond
-        config.max_tokens tokens; TypeError or ValueError for other invalid arguments.
-        """
-        self._check_step(query, key, value)
-        check_room(self._seen, 1, self.config.max_tokens)
-        self._start_change("step")
+    def _attend(self, query: Tensor) -> Tensor:
         size, row = self.config.page_size, torch.arange(self.sizes.batch, device=self.device)
-        self.key[row, :, self._count], self.value[row, :, self._count] = key, value
-        self.positions[row, self._count] = self._seen
+        key = self.key[row, :, self._count]                                       # [B, Hkv, D], the new token's
         page, begins = self._count // size, (self._count % size == 0)[:, None, None]
         high, low = self.maximum[row, :, page], self.minimum[row, :, page]        # [B, Hkv, D]
         self.maximum[row, :, page] = torch.where(begins, key, torch.maximum(high, key))
@@ -217,10 +167,10 @@ class QuestState(State):
         if self.config.round_scores:
             score = score.to(self.dtype)
         self.selected = self._select(query, score, page + 1)
-        output = self._attend(query)
-        self._count, self._seen = self._count + 1, self._seen + 1
-        self._end_change()
-        return output
+        visible, heads = self._visible(), self.sizes.query_heads
+        keys, values = per_query_head(self.key, heads), per_query_head(self.value, heads)
+        weight = attention_weights(query, keys, visible, scale=self.scale)
+        return weighted_values(weight, values, visible).to(query.dtype)
 
     def _select(self, query: Tensor, score: Tensor, count: Tensor) -> Tensor:
         """The pages of a step, see `select_pages`; rows have `count` [B] pages."""
@@ -232,9 +182,3 @@ class QuestState(State):
         chosen = (self.selected[..., None] == page).any(2)                        # [B, Hq, room]
         size = min(self.config.page_size, self.sizes.slots)
         return chosen.repeat_interleave(size, -1)[..., :self.sizes.slots] & self.occupied[:, None]
-
-    def _attend(self, query: Tensor) -> Tensor:
-        visible, heads = self._visible(), self.sizes.query_heads
-        key, value = per_query_head(self.key, heads), per_query_head(self.value, heads)
-        weight = attention_weights(query, key, visible, scale=self.scale)
-        return weighted_values(weight, value, visible).to(query.dtype)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from . import MethodConfig
-from .arguments import check_config, check_integer, check_reorder, resolve_device
+from .arguments import check_config, check_integer, resolve_device
 from .cake import check_indicator, check_preference
-from .interruption import Interruptible
+from .interruption import Reorderable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,12 @@ class CAKEConfig(_Options, MethodConfig):
         return self.budget - self.window
 
 
-class Cascade(Interruptible, ABC):
+class Cascade(Reorderable, ABC):
     """The preferences and budgets of `layers` layers, whose caches get a prompt one after the other.
 
     The prompt of layer l gives it a preference, and new budgets to the layers 0 to l, which evict at once. Layer 0
-    begins a new prompt. After the prompt of the last layer the budgets stay.
+    begins a new prompt. After the prompt of the last layer the budgets stay. `reorder` leaves the states as they are,
+    which have their own.
 
     config: a CAKEConfig, that of all states. Readable: log_preferences [B, layers] float64, -inf before a layer's
     prompt; budgets [B, layers] int64, the tokens outside of the window that each layer of a row keeps, before its
@@ -77,14 +78,14 @@ class Cascade(Interruptible, ABC):
         self._states: list[Any] = []        # of the layers that have their prompt, until the last one has it
         self._end_change()
 
+    @property
+    def _num_rows(self) -> int:
+        return self.batch
+
     @torch.inference_mode(False)
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b]: index [B] int64. The states are reordered by their own `reorder`."""
-        index = check_reorder(index, self.batch, self.device)
-        self._start_change("reorder")
+    def _reorder(self, index: Tensor) -> None:
         self.log_preferences = self.log_preferences.index_select(0, index)
         self.budgets = self.budgets.index_select(0, index)
-        self._end_change()
 
     def check(self, layer: int, tokens: int) -> None:
         """Check that `layer` may get a prompt of so many tokens now. ValueError if other layers must come first, or had

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from .arguments import check_reorder
+
 
 class Interruptible:
     """A state that notices that a change of it did not end.
@@ -26,3 +31,25 @@ class Interruptible:
             raise RuntimeError(
                 f"{type(self).__name__} is incomplete, because an error interrupted {self._interrupted}(): call reset()"
             )
+
+
+class Reorderable(Interruptible):
+    """Rows of a batch that beam search exchanges. A subclass says how many there are, and exchanges what it holds."""
+
+    device: torch.device
+
+    @property
+    def _num_rows(self) -> int:
+        raise NotImplementedError
+
+    def reorder(self, index: Tensor) -> None:
+        """Replace row b by row index[b], as beam search requires. index [B] int64. TypeError or ValueError for other
+        indices; RuntimeError if an error interrupted a change."""
+        index = check_reorder(index, self._num_rows, self.device)
+        self._start_change("reorder")
+        self._reorder(index)
+        self._end_change()
+
+    def _reorder(self, index: Tensor) -> None:
+        """`reorder` without its checks."""
+        raise NotImplementedError

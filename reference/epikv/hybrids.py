@@ -29,6 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._rows import Rows
 from ..attention import sum_in_order
 from ..contract.thinkv.types import Thought
 from ..selection import victims
@@ -64,12 +65,14 @@ def classify_entropy(entropy: Tensor, edges: tuple[float, float]) -> Tensor:
     return torch.where(entropy < low, int(Thought.TRANSITION), thought)
 
 
-class Attention:
+class Attention(Rows):
     """The attention statistics of a scorer, for S slots per row.
 
     aggregate [B, S]: A_j, 0 in free slots. frozen [B, S]: the part of the score that does not change. thoughts [B, S]
     int64: the thought type of each token, -1 in free slots. thought [B] int64: the thought type of the current segment.
     """
+
+    _per_row = ("aggregate", "frozen", "thoughts", "thought")
 
     def __init__(
         self, score: Tensor, tau: int, edges: tuple[float, float] | None, threshold: float, segments_by: str
@@ -117,11 +120,6 @@ class Attention:
     def score(self, occupied: Tensor) -> Tensor:
         """The scores [B, S], -inf in free slots."""
         return (self.aggregate + self.frozen).masked_fill(~occupied, -torch.inf)
-
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b]."""
-        for name in ("aggregate", "frozen", "thoughts", "thought"):
-            setattr(self, name, getattr(self, name).index_select(0, index))
 
 
 def by_thought(order: Tensor, thoughts: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._rows import Rows
 from ..attention import INF, accumulate_dtype, sum_in_order
-from ..contract.arguments import check_dtype, check_next_slot, check_reorder, resolve_device
+from ..contract.arguments import check_dtype, check_next_slot, resolve_device
 from ..contract.epikv.arguments import check_prompt_fits, check_scorer
 from ..contract.epikv.config import EpiKVConfig
 from ..contract.epikv.scorer import ScorerInputs
-from ..contract.interruption import Interruptible
+from ..contract.interruption import Reorderable
 from ..selection import victims
 from .hybrids import Attention, by_thought
 from .scores import (
@@ -36,7 +37,7 @@ from .scores import (
 )
 
 
-class EpiKVScorer(Interruptible):
+class EpiKVScorer(Rows, Reorderable):
     """Positions and scores of S = config.slots slots per row, and the slot that the next token takes.
 
     occupied [B, S] bool; positions [B, S] int64: the position of the token in each slot, counted from 0 with padding
@@ -46,6 +47,11 @@ class EpiKVScorer(Interruptible):
     """
 
     _next_slot: Tensor
+    _per_row = (
+        "occupied", "positions", "score", "_next_slot", "_room", "_tokens", "_previous", "_values", "_low", "_high",
+        "_low_before", "_high_before",
+    )
+    _nested = ("attention",)
 
     def __init__(
         self, config: EpiKVConfig, *, batch: int, hidden_size: int, key_value_heads: int, head_dim: int,
@@ -105,18 +111,9 @@ class EpiKVScorer(Interruptible):
         ) if config.reads_attention else None
         self._end_change()
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.batch, self.device)
-        self._start_change("reorder")
-        for name in (
-            "occupied", "positions", "score", "_next_slot", "_room", "_tokens", "_previous", "_values", "_low", "_high",
-            "_low_before", "_high_before",
-        ):
-            setattr(self, name, getattr(self, name).index_select(0, index))
-        if self.attention is not None:
-            self.attention.reorder(index)
-        self._end_change()
+    @property
+    def _num_rows(self) -> int:
+        return self.batch
 
     # A prompt --------------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,9 @@ class EpiKVState(State):
 
     key, value [B, Hkv, S, D] with S = config.slots. occupied [B, S] bool, positions [B, S] int64, score [B, S],
     next_slot [B] int64 (writable) and tokens_seen belong to the `EpiKVScorer`. scorer: a scorer that several layers
-    share; its owner calls its `admit` before the prompt and its `step` after all layers attended. By default the state
-    has a scorer of its own and calls both. With a hybrid policy, the attention of all layers that share a scorer is
-    averaged (see `hybrids`).
+    share; its owner calls its `admit` before the prompt, its `step` after all layers attended, and its `reorder`. By
+    default the state has a scorer of its own and calls these. With a hybrid policy, the attention of all layers that
+    share a scorer is averaged (see `hybrids`).
 
     process_group: the ranks that share the heads of these sequences. Each has a state of its query heads and of their
     KV heads. All of them have the same hidden states, so they evict the same tokens, and a step needs no other rank.

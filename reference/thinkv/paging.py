@@ -27,8 +27,8 @@ from torch import Tensor
 
 from .._ranks import Heads
 from ..attention import accumulate_dtype, attention_weights, weighted_values
-from ..contract.arguments import check_dtype, check_no_grad, check_reorder, resolve_device
-from ..contract.interruption import Interruptible
+from ..contract.arguments import check_dtype, check_no_grad, resolve_device
+from ..contract.interruption import Reorderable
 from ..contract.thinkv.config import ThinKVConfig, pool_blocks
 from ..contract.thinkv.paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
 from ..contract.thinkv.types import (
@@ -53,7 +53,7 @@ __all__ = ["PagedAttentionResult", "PagedCache", "decode_attention"]
 SLOT_BYTES, ENTRY_BYTES, GROUP_BYTES, SEGMENT_BYTES, ROW_BYTES = 21, 21, 4, 8, 33
 
 
-class PagedCache(Interruptible):
+class PagedCache(Reorderable):
     """The paged cache of `batch` sequences in one layer (section 4.2). The module docstring describes its use.
 
     config: formats, group, block and sizes. dtype: the dtype of keys, values and queries; float64 makes it the oracle.
@@ -198,10 +198,11 @@ class PagedCache(Interruptible):
         self._check_whole()
         self._rows = [Row() if released else self._rows[b] for b, released in enumerate(rows.tolist())]
 
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.shape[0], self.device)
-        self._check_whole()
+    @property
+    def _num_rows(self) -> int:
+        return self.shape[0]
+
+    def _reorder(self, index: Tensor) -> None:
         self._rows = [copy.deepcopy(self._rows[source]) for source in index.tolist()]
 
     # Contents --------------------------------------------------------------------------------------------------------

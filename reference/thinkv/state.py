@@ -53,6 +53,7 @@ class ThinKVState(State):
 
     config: ThinKVConfig
     _per_row = ("sparsity", "over_budget", "levels", "_thought", "_thoughts", "_segment")
+    _nested = ("cache",)
 
     def __init__(
         self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -212,10 +213,6 @@ class ThinKVState(State):
             found = (segments[b] == segment).nonzero()[:, 0]
             slots[b, segment, :len(found)] = found[positions[b, found].argsort()]
         return slots
-
-    def _reorder(self, index: Tensor) -> None:
-        super()._reorder(index)
-        self.cache.reorder(index)
 
 
 def _ignore(query: Tensor) -> None:

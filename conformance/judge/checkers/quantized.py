@@ -71,13 +71,13 @@ class Adapter(lockstep.Adapter):
 
     def attach(self, tested: Any, reference: Any) -> None:
         reference._stored = self.dtype = tested.dtype if hasattr(tested, "dtype") else tested.key.dtype
-        quantize_until = reference._quantize_until
+        grow = reference._grow
 
         def watched(*counts: Any) -> None:
             self._snapshot(reference, int(counts[0].max()))
-            quantize_until(*counts)
+            grow(*counts)
 
-        reference._quantize_until = watched
+        reference._grow = watched
 
     def _snapshot(self, reference: Any, slots: int) -> None:
         """Copy what a step attends to, before the reference quantizes. Adds the error of each element."""

@@ -27,8 +27,8 @@ def add(total: Tensor, count: Tensor | None, by: int, more: list[int]) -> Tensor
 
 
 @add.register_fake
-def _(total: Tensor, count: Tensor | None, by: int, more: list[int]) -> Tensor:
-    return torch.empty_like(total)
+def _(more: list[int], total: Tensor) -> Tensor:
+    return total.new_empty((len(more), *total.shape))[0]
 
 
 class Passing(TorchDispatchMode):
@@ -106,3 +106,17 @@ def test_compiled_code_has_the_operation(device):
     with torch.no_grad():
         found = torch.compile(lambda one: add(one, None, 1, [2]), backend=backend, fullgraph=True)(total)
     assert found.tolist() == [4, 4, 4] and any("kvtwin_tests" in name for name in seen)
+
+
+def test_a_fake_takes_the_arguments_that_it_names():
+    with torch._subclasses.FakeTensorMode(), torch.no_grad():
+        assert add(torch.zeros(3), None, 1, [2, 3]).shape == add(torch.zeros(3), None, by=1, more=[2]).shape == (3,)
+    with pytest.raises(ValueError, match="scale"):
+        add.register_fake(lambda scale: scale)
+
+
+def test_arguments_of_every_call_are_gathered_by_name():
+    assert add.arguments_after("count", {"more": [2], "by": 1}) == (1, [2])
+    for wrong in ({"more": [2]}, {"by": 1, "less": [2]}):
+        with pytest.raises(TypeError, match="add takes by"):
+            add.arguments_after("count", wrong)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtwin.optimized.blocks import Block, BlockState
+from kvtwin.optimized.blocks import Block, BlockState, Policy
 
 from .reference import KeyNormConfig
 
@@ -56,8 +56,8 @@ class KeyNormState(BlockState):
 
     Config = KeyNormConfig
 
-    def _allocate(self) -> None:
-        self._recent = self.config.recent
+    def _make_policy(self) -> Policy:
+        return Policy(recent=self.config.recent)
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         new = slice(self.config.capacity, block.end)  # the slots of the block

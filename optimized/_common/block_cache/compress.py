@@ -86,15 +86,6 @@ def weigh_window(
     launch_received(window_query, keys, there, window, softmax_parts, received, scale, mean=True)
 
 
-@weigh_window.register_fake
-def _(
-    window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, counts: Tensor,
-    softmax_parts: Tensor, received: Tensor, completion_counters: Tensor, scale: float, budget: int, capacity: int,
-    count: int,
-) -> None:
-    return None
-
-
 @operation(
     "kvtwin::block_compress",
     mutates_args=(
@@ -128,15 +119,6 @@ def compress(
             OBSERVES=True, CARRIED=False, MOVES=moves, PAGE=1,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
-
-
-@compress.register_fake
-def _(
-    window_positions: Tensor, received: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, valid_seen: Tensor, seen: Tensor, counts: Tensor, order: Tensor,
-    numbers: Tensor, budget: int, capacity: int, count: int, kernel_size: int, appended: bool, moves: bool = True,
-) -> None:
-    return None
 
 
 @operation(
@@ -178,15 +160,6 @@ def thin(
             CARRIED=carried is not None, MOVES=True, PAGE=page,
             num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
-
-
-@thin.register_fake
-def _(
-    rank: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor, token_index: Tensor,
-    carried: Tensor | None, valid_seen: Tensor, seen: Tensor, counts: Tensor, numbers: Tensor,
-    budget: int, capacity: int, count: int, sinks: int, recent: int, appended: bool, page: int = 1,
-) -> None:
-    return None
 
 
 @triton.jit

@@ -213,10 +213,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, occupied: Tensor,
-    scale: float, completion_counters: Tensor | None, fp8: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
@@ -232,10 +229,7 @@ def _attend_into(
 
 
 @_attend_into.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor, completion_counters: Tensor | None,
-    scale: float,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty((2, *query.shape[:3]), dtype=torch.float32)
 
 
@@ -333,10 +327,7 @@ def _received(
 
 
 @_received.register_fake
-def _(
-    query: Tensor, key: Tensor, key_scale: Tensor | None, occupied: Tensor, softmax_parts: Tensor, scale: float,
-    mean: bool, fp8: torch.dtype | None,
-) -> Tensor:
+def _(key: Tensor) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 
@@ -348,11 +339,3 @@ def _accumulate(
     launch_received(
         query, key, occupied, None, softmax_parts, score, scale, mean=False, add=True, magnitude=magnitude, rank=rank
     )
-
-
-@_accumulate.register_fake
-def _(
-    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, magnitude: Tensor | None,
-    rank: Tensor | None, scale: float,
-) -> None:
-    return None

@@ -34,13 +34,6 @@ def observe(
         )
 
 
-@observe.register_fake
-def _(
-    query: Tensor, valid: Tensor, seen: Tensor, window_query: Tensor, window_positions: Tensor, counted: bool = False
-) -> None:
-    return None
-
-
 @triton.jit(do_not_specialize=[
     "count", "counted", "new", "query_heads", "observers", "query_b", "query_h", "query_q", "valid_b",
 ])

@@ -78,15 +78,6 @@ def arrive(
         )
 
 
-@arrive.register_fake
-def _(
-    new_key: Tensor, new_value: Tensor, valid: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, magnitude: Tensor | None, valid_seen: Tensor, seen: Tensor,
-    counts: Tensor | None, completion_counters: Tensor, budget: int, offset: int | None,
-) -> None:
-    return None
-
-
 @operation("kvtwin::block_choose", mutates_args=("seen",))
 def choose(
     rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
@@ -101,10 +92,7 @@ def choose(
 
 
 @choose.register_fake
-def _(
-    rank: Tensor | None, protected: Tensor | None, occupied: Tensor, token_index: Tensor, valid_seen: Tensor,
-    seen: Tensor, budget: int, count: int, came: int, sinks: int, recent: int,
-) -> Tensor:
+def _(occupied: Tensor, count: int) -> Tensor:
     return occupied.new_empty((*occupied.shape[:2], count), dtype=torch.int32)
 
 
@@ -120,14 +108,6 @@ def settle(
     slots. apart: the launch before may be on another stream."""
     start = INDEPENDENT if apart else dependent_launch(key.device)
     _settle(destination, (key, value, occupied, positions, score, token_index, carried), budget, start)
-
-
-@settle.register_fake
-def _(
-    destination: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor, score: Tensor,
-    token_index: Tensor, carried: Tensor | None, budget: int, apart: bool = True,
-) -> None:
-    return None
 
 
 @operation(
@@ -151,15 +131,6 @@ def evict(
     """
     tensors = key, value, occupied, positions, score, token_index, carried
     _launch(rank, protected, tensors, valid_seen, seen, budget, count, came, sinks, recent, moves=True, apart=apart)
-
-
-@evict.register_fake
-def _(
-    rank: Tensor | None, protected: Tensor | None, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
-    budget: int, count: int, came: int, sinks: int, recent: int, apart: bool = False,
-) -> None:
-    return None
 
 
 def _launch(

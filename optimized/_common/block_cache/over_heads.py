@@ -26,11 +26,6 @@ def over_heads(weight: Tensor, log_weight: Tensor) -> None:
         )
 
 
-@over_heads.register_fake
-def _(weight: Tensor, log_weight: Tensor) -> None:
-    return None
-
-
 @triton.jit
 def over_heads_kernel(weight, log_weight, heads, slots, BLOCK: tl.constexpr):
     """Program (row, block of slots). Heads are added in their order, so equal columns have equal sums."""

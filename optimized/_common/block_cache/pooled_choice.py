@@ -49,10 +49,7 @@ def choose_pooled(
 
 
 @choose_pooled.register_fake
-def _(
-    window_positions: Tensor, received: Tensor, occupied: Tensor, score: Tensor, seen: Tensor, counts: Tensor,
-    order: Tensor, numbers: Tensor, budget: int, count: int, kernel_size: int, in_block: bool,
-) -> Tensor:
+def _(occupied: Tensor, count: int) -> Tensor:
     return occupied.new_empty((*occupied.shape[:2], count), dtype=torch.int32)
 
 

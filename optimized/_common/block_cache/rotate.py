@@ -37,7 +37,7 @@ def rotate(vector: Tensor, token_index: Tensor, evicted: Tensor, frequencies: Te
 
 
 @rotate.register_fake
-def _(vector: Tensor, token_index: Tensor, evicted: Tensor, frequencies: Tensor, sinks: int) -> Tensor:
+def _(vector: Tensor) -> Tensor:
     return vector.new_empty(vector.shape)
 
 

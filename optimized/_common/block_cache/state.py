@@ -1,31 +1,7 @@
 """The cache of KeyDiff and the attention baselines on the GPU: preallocated slots, block-wise input, in-place eviction.
 
-Counterpart of the reference's `blocks.py`. `step` and `append_block` do not synchronize with the host. A method defines
-what it aggregates and how it ranks:
-
-- `_update(block) -> (rank, protected)`: updates `score` for all occupied slots below block.end, the new block included,
-  and ranks the tokens. rank [B, Hkv, end] float32, or int64 from 0 on, lowest evicted first, ties to the lowest slot;
-  None evicts the oldest first. protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None. A
-  method whose capacity exceeds its budget (an `interval`) has a rule of `step.WEIGHING`, or steps by `_step_as_block`,
-  and returns a rank and None; or it has the rule "append" and overrides `_evict` and `_finish_step`.
-- `_rule`: how a decode step ranks, one of `step.RULES`. With the default, "nothing", the step's token takes slot
-  `budget`, and `_update` ranks as for any block. With "append" it takes the first free slot, and the step updates
-  `_window` (window_query, window_positions of `step.step`). With the other rules the step does everything and leaves in
-  `score` what `_update` would. `_offset` is the random generator's, or the shift of "activate"; `_alpha` is that of
-  "renew" and "activate".
-- `_counts`, with "append" or an interval: the tokens that each head holds, [B, Hkv] int32. `_ranks`, with an interval:
-  what a step ranks by, for `compress.thin`.
-- `_sinks`, `_recent`: how many of the oldest and of the newest tokens of each head are also protected. At most `budget`
-  tokens may be protected in all.
-- `_carried`: a float32 or int64 [B, Hkv, S] buffer of the method that moves with the tokens, or None. With
-  `_carries_magnitude`, a new token's entry is ||v||_1 before `_update`; otherwise `_update` sets it.
-- `_library_attends`: whether a kernel of PyTorch may attend for a prompt of one block, because the method compares the
-  queries and keys as they come and does not read the softmaxes.
-- `_chooses_early`: whether the evictions of a block do not depend on its attention; `_early(count)`, if that depends on
-  its size. `_prepare` then runs before it, `_choose` beside it, and the tokens move afterwards. Otherwise `_evict` does
-  all. `_after` runs after the last block of a prompt, and before a shorter last one.
-- `_allocate()` makes the method's buffers. `_buffers()` returns those with rows (first axis B), which `reorder`
-  permutes; `_carried` is not among them. `_clear()` resets the buffers.
+Counterpart of the reference's `blocks.py`. `step` and `append_block` do not synchronize with the host. The docstring of
+`BlockState` has what a method says.
 """
 
 from __future__ import annotations
@@ -36,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....reference.contract import Sizes
-from ....reference.contract.arguments import check_config, check_reorder
+from ....reference.contract.arguments import check_config
 from ....reference.contract.attention import check_attention, check_slot_mask
 from ....reference.contract.blocks import BlockConfig
 from ....reference.contract.scales import FP8, check_scales
@@ -47,7 +23,7 @@ from ..state import State
 from . import ops as ops
 from .compress import thin
 from .kernels import attend, counters_of
-from .step import scratch
+from .step import CARRYING, scratch
 from .step import step as block_step
 
 
@@ -64,6 +40,21 @@ class Block(NamedTuple):
     softmax_parts: Tensor | None
 
 
+class Policy(NamedTuple):
+    """What a method says of its evictions besides the ranks, from its config.
+
+    sinks, recent: how many of the oldest and of the newest tokens of each head are kept whatever their rank, at most
+    `budget` in all. offset: of the rule "random" that of the generator, of "activate" what is added to age / gap.
+    alpha: the weight of "renew" and "activate". by_blocks: a step is a block of one token, by the kernels for blocks.
+    """
+
+    sinks: int = 0
+    recent: int = 0
+    offset: int = 0
+    alpha: float = 0.0
+    by_blocks: bool = False
+
+
 class BlockState(State):
     """A cache of capacity + block_size slots per KV head: the first `capacity` hold cached tokens, the others the
     current block.
@@ -75,12 +66,45 @@ class BlockState(State):
     buffers are updated in place, and a step can be captured in a CUDA graph. float32, float16 or bfloat16; D from 16 to
     256; up to 16 query heads per KV head. TypeError or ValueError for other arguments, and for CPU tensors outside
     Triton's interpreter.
+
+    A method must say:
+
+    - `Config`: its config's class.
+    - `_rule`: how a step ranks, one of `step.RULES`, which are the kernels that there are. By default "nothing": the
+      token takes slot `budget`, and `_update` ranks as for any block. "append": it takes the first free slot, and the
+      method evicts. The others evict in the step, and leave in `score` what `_update` would.
+    - `_update(block)`: updates `score` for all occupied slots below block.end, the new block included, and ranks their
+      tokens. Returns rank [B, Hkv, end] float32, or int64 from 0 on, lowest evicted first, ties to the lowest slot, or
+      None for the oldest first; and protected [B, Hkv, end] bool, tokens that are kept whatever their rank, or None.
+
+    A method may say:
+
+    - `_make_policy()`: what else decides, see `Policy`.
+    - `_carries`: the dtype of `_carried` [B, Hkv, S], a number of each token that moves with it. With "sum", it is
+      ||v||_1, by which weights are multiplied; "activate" sets it in steps; otherwise it is the method's own.
+    - `_library_attends`: a kernel of PyTorch may attend for a prompt of one block, because the method compares the
+      queries and keys as they come and does not read the softmaxes.
+    - `_chooses_early`: evictions do not depend on the block's attention, and are chosen beside it: `_prepare` before
+      it, `_choose` beside it; the tokens move afterwards. `_early(count)`, if that depends on the block's size.
+    - `_allocate()`, `_clear()`: make and reset its buffers. `_rows` names those with rows, behind BlockState's.
+    - `_evict(block, count)`, `_finish_step(query)`: evictions that ranks do not express, after a block and in a step.
+    - `_after(query, valid, count)`: what follows the last block of a prompt, and a shorter last one.
+    - `_compared(query, valid, end)`: queries and keys as attention multiplies them, if not as they are stored.
+    - `_take_prompt(query, key, value, valid)`: a shorter way for a whole prompt.
+    - `_allocate_tokens()`, `_tokens()`: where keys and values are, if not in `key` and `value`.
+
+    If the config's capacity exceeds its budget (an `interval`), `_counts` [B, Hkv] int32 has the tokens of each head,
+    and `_update` returns a rank and None. The rule is one of `step.WEIGHING`, which leave in `_ranks` what `_thin`
+    evicts by, or "append", or steps are blocks.
     """
 
     Config: ClassVar[type[BlockConfig]]
     config: Any  # of the subclass's Config
-    _carries_magnitude: ClassVar[bool] = False
+    _rows: ClassVar[tuple[str, ...]] = (
+        "key", "value", "occupied", "positions", "_score", "_token_index", "_valid_seen", "_carried", "_counts",
+    )
     _rule: ClassVar[str] = "nothing"
+    _carries: ClassVar[torch.dtype | None] = None
     _library_attends: bool = False
     _chooses_early: bool = False
 
@@ -92,6 +116,7 @@ class BlockState(State):
             check_config(config, self.Config), slots=config.capacity + config.block_size, batch=batch,
             query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
+        self._policy = self._make_policy()
         rows = (batch, key_value_heads, self.sizes.slots)
         self._allocate_tokens()
         self.occupied = self._buffer(*rows, dtype=torch.bool)
@@ -100,7 +125,7 @@ class BlockState(State):
         self._seen = self._buffer(1, dtype=torch.int64)                         # on the device: graphs update it
         self._token_index = self._buffer(*rows, dtype=torch.int32)              # index among the row's valid tokens
         self._valid_seen = self._buffer(batch, key_value_heads, dtype=torch.int32)  # valid tokens that the row has seen
-        self._carried: Tensor | None = None
+        self._carried = None if self._carries is None else self._buffer(*rows, dtype=self._carries)
         self._window: tuple[Tensor | None, Tensor | None] = (None, None)
         self._counts: Tensor | None = None
         self._ranks: Tensor | None = None
@@ -110,13 +135,24 @@ class BlockState(State):
         if grows and self._rule != "append":
             self._ranks = self._buffer(*rows, dtype=torch.int64 if self._rule == "renew" else torch.float32)
             self._numbers = self._buffer(4, batch * key_value_heads, self.sizes.slots, dtype=torch.int32)
-        self._sinks = self._recent = self._offset = 0
-        self._alpha = 0.0
         self._allocate()
         self._scratch = scratch(self.sizes, config.capacity, dtype, self.device, self._rule)
         #: Of the kernels for blocks: zeros between launches.
         self._counters = self._buffer(counters_of(self.sizes, config.block_size), dtype=torch.int32)
+        self._arguments = self._arguments_of_steps()
         self.reset()
+
+    def _arguments_of_steps(self) -> tuple[Any, ...]:
+        """Those that are the same at every step: what `step.step` takes between `value` and `block_table`."""
+        policy, (window_query, window_positions) = self._policy, self._window
+        return block_step.arguments_after("value", {
+            "occupied": self.occupied, "positions": self.positions, "score": self._score,
+            "token_index": self._token_index, "carried": self._carried if self._rule in CARRYING else None,
+            "valid_seen": self._valid_seen, "seen": self._seen, **self._scratch._asdict(), "counts": self._counts,
+            "ranks": self._ranks, "window_query": window_query, "window_positions": window_positions,
+            "scale": self.scale, "budget": self.config.capacity, "rule": self._rule, "sinks": policy.sinks,
+            "recent": policy.recent, "offset": policy.offset, "alpha": policy.alpha,
+        })
 
     @property
     def score(self) -> Tensor:
@@ -148,10 +184,7 @@ class BlockState(State):
         occupied = self._check_prompt(query, key, value, occupied)
         self._check_empty(", or append_block()")
         whole = self._library_attends and occupied.shape[1] <= self.config.block_size
-        if whole and not padded and self._takes_prompt(occupied.shape[1]):
-            self._start_change("prefill")
-            output = self._take_prompt(query, key, value, occupied)
-            self._end_change()
+        if whole and not padded and (output := self._take_prompt(query, key, value, occupied)) is not None:
             return output
         self._prompt_kernel = library_kernel(query, key, value, self.scale) if whole else OWN
         if self._prompt_kernel == OWN:
@@ -175,7 +208,9 @@ class BlockState(State):
         self._start_change("append_block")
         size = self.config.block_size
         if padded is not None:
-            output = self._append_prompt(query, key, value, occupied, padded)
+            end = self._arrive(key, value, occupied)
+            output = self._attend_prompt(query, key, value, occupied, padded=padded)
+            self._evict(Block(query, occupied, end, query.new_empty(0, dtype=torch.float32)), query.shape[2])
         elif occupied.shape[1] <= size:
             output = self._append(query, key, value, occupied)
         else:
@@ -198,40 +233,19 @@ class BlockState(State):
         """Add one token: query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not
         synchronize with the host."""
         self._check_step(query, key, value)
-        held_key, held_value, block_table = self._tokens()
-        self._start_change("step")
-        output = block_step(
-            query, key, value, held_key, held_value, self.occupied, self.positions, self._score, self._token_index,
-            self._carried if self._carries_magnitude or self._rule == "activate" else None, self._valid_seen,
-            self._seen, *self._scratch, self._counts, self._ranks, *self._window, self.scale, self.config.capacity,
-            self._rule, self._sinks, self._recent, self._offset, self._alpha, block_table,
-        )
-        self._finish_step(query)
+        output: Tensor
+        if self._policy.by_blocks:
+            self._start_change("step")
+            valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
+            output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], valid)[:, :, 0]
+            self._after(query[:, :, None], valid, 1)
+        else:
+            held_key, held_value, block_table = self._tokens()
+            self._start_change("step")
+            output = block_step(query, key, value, held_key, held_value, *self._arguments, block_table)
+            self._finish_step(query)
         self._end_change()
         return output
-
-    def _step_as_block(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`step` by the kernels for blocks, of which it takes more."""
-        self._check_step(query, key, value)
-        self._start_change("step")
-        valid = torch.ones(self.sizes.batch, 1, dtype=torch.bool, device=self.device)
-        output = self._append(query[:, :, None], key[:, :, None], value[:, :, None], valid)[:, :, 0]
-        self._after(query[:, :, None], valid, 1)
-        self._end_change()
-        return output
-
-    def reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], as beam search requires. index [B] int64."""
-        index = check_reorder(index, self.sizes.batch, self.device)
-        self._start_change("reorder")
-        carried = [] if self._carried is None else [self._carried]
-        counts = [] if self._counts is None else [self._counts]
-        for tensor in (
-            self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._valid_seen,
-            *carried, *counts, *self._buffers(),
-        ):
-            tensor.copy_(tensor.index_select(0, index))
-        self._end_change()
 
     # Defined by methods ----------------------------------------------------------------------------------------------
 
@@ -244,11 +258,11 @@ class BlockState(State):
         """Keys and values as the kernels of a step take them, with a block table if they are in pages."""
         return self.key, self.value, None
 
+    def _make_policy(self) -> Policy:
+        return Policy()
+
     def _allocate(self) -> None:
         """Allocate the method's own buffers with `_buffer`."""
-
-    def _buffers(self) -> tuple[Tensor, ...]:
-        return ()
 
     def _clear(self) -> None:
         pass
@@ -258,7 +272,7 @@ class BlockState(State):
 
     def _compared(self, query: Tensor, valid: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """The queries of a block, in its slots and counted in `_valid_seen` already, and the keys of the slots before
-        `end`, as attention multiplies them. Decode steps ask only if they are blocks of one token (`_step_as_block`).
+        `end`, as attention multiplies them. Decode steps ask only if they are blocks of one token (`Policy.by_blocks`).
         """
         return query, self.key[:, :, :end]
 
@@ -266,13 +280,10 @@ class BlockState(State):
         """Complete the blocks of a prompt, which are counted in `_seen`, or those before a last, shorter one. query
         [B, Hq, T, D] and valid [B, T]: theirs; count: the tokens of the last one."""
 
-    def _takes_prompt(self, total: int) -> bool:
-        """Whether `_take_prompt` takes prompts of `total` tokens, without padding and in one block."""
-        return False
-
-    def _take_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor:
-        """Attend to a whole prompt, and put the tokens that stay into the slots of the empty cache."""
-        raise NotImplementedError
+    def _take_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor) -> Tensor | None:
+        """Attend to a prompt of one block without padding, and put the tokens that stay into the slots of the empty
+        cache. None for a prompt that is to come as a block."""
+        return None
 
     # One block -------------------------------------------------------------------------------------------------------
 
@@ -308,20 +319,13 @@ class BlockState(State):
         """Whether the evictions of a block of `count` tokens are chosen before its attention."""
         return self._chooses_early and self._ranks is None
 
-    def _append_prompt(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor, padded: bool) -> Tensor:
-        """`_append` of a whole prompt to an empty state, with the attention of `_attend_prompt`."""
-        end = self._arrive(key, value, valid)
-        output = self._attend_prompt(query, key, value, valid, padded=padded)
-        self._evict(Block(query, valid, end, query.new_empty(0, dtype=torch.float32)), query.shape[2])
-        return output
-
     def _arrive(self, key: Tensor, value: Tensor, valid: Tensor) -> int:
         """Put a block of Q tokens into its slots, and count its valid tokens. Returns the end of the slots."""
         capacity, count = self.config.capacity, key.shape[2]
         ops.arrive(
             key, value, valid, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
-            self._carried if self._carries_magnitude else None, self._valid_seen, self._seen, self._counts,
-            self._counters, capacity, self._offset if self._rule == "random" else None,
+            self._carried if self._rule == "sum" else None, self._valid_seen, self._seen, self._counts,
+            self._counters, capacity, self._policy.offset if self._rule == "random" else None,
         )
         return capacity + count
 
@@ -345,8 +349,8 @@ class BlockState(State):
             return
         ops.evict(
             rank, protected, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
-            self._carried, self._valid_seen, self._seen, self.config.budget, count, came, self._sinks, self._recent,
-            library,                                                    # nobody knows when its kernel lets others start
+            self._carried, self._valid_seen, self._seen, self.config.budget, count, came, self._policy.sinks,
+            self._policy.recent, library,                              # its kernel does not tell when others may start
         )
 
     def _prepare(self, block: Block) -> Any:
@@ -359,7 +363,7 @@ class BlockState(State):
         rank, protected = prepared
         return ops.choose(
             rank, protected, self.occupied, self._token_index, self._valid_seen, self._seen, self.config.budget, count,
-            count, self._sinks, self._recent,
+            count, self._policy.sinks, self._policy.recent,
         )
 
     def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
@@ -367,7 +371,7 @@ class BlockState(State):
         thin(
             rank, self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._carried,
             self._valid_seen, self._seen, self._counts, self._numbers, self.config.budget, self.config.capacity, count,
-            self._sinks, self._recent, appended,
+            self._policy.sinks, self._policy.recent, appended,
         )
 
 

@@ -38,6 +38,8 @@ RULES = {
 }
 #: Rules that rank by the logits.
 WEIGHING = ("sum", "newest", "renew", "activate")
+#: Rules that read a number that each token carries.
+CARRYING = ("sum", "activate")
 #: Rules that leave eviction to the caller. A head's last program finishes it, since little is left to do.
 BARE = ("nothing", "append")
 
@@ -186,12 +188,5 @@ def step(
 
 
 @step.register_fake
-def _(
-    query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, occupied: Tensor, positions: Tensor,
-    score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
-    counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
-    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
-    block_table: Tensor | None = None,
-) -> Tensor:
+def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)

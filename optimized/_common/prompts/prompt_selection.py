@@ -51,7 +51,7 @@ def received(
 
 
 @received.register_fake
-def _(query_window: Tensor, key: Tensor, occupied: Tensor, scale: float, prefix_alone: bool = False) -> Tensor:
+def _(key: Tensor) -> Tensor:
     return key.new_empty(key.shape[:3], dtype=torch.float32)
 
 
@@ -83,10 +83,7 @@ def choose(
 
 
 @choose.register_fake
-def _(
-    received: Tensor, occupied: Tensor | None, first_end: Tensor | None, count: int, window: int, kernel_size: int,
-    rows_each: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(received: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, _, total = received.shape
     return (
         received.new_empty((rows, count), dtype=torch.int32), received.new_empty(rows, dtype=torch.int32),
@@ -116,25 +113,11 @@ def fill(
     )
 
 
-@fill.register_fake
-def _(
-    key: Tensor, value: Tensor, place: Tensor, kept_count: Tensor, pooled: Tensor, held_key: Tensor | None,
-    held_value: Tensor | None, held: Tensor, positions: Tensor, next_slot: Tensor | None, score: Tensor | None,
-    token_index: Tensor | None,
-) -> None:
-    return None
-
-
 @operation("kvtwin::prompt_copy", mutates_args=("held_key", "held_value"))
 def copy(key: Tensor, value: Tensor, kept: Tensor | None, held_key: Tensor, held_value: Tensor) -> None:
     """Copy the tokens kept [B, N] int64, rows contiguous, -1 for none, of key, value [B, Hkv, T, D] into the first N
     slots of held_key, held_value [B, Hkv, S, D], contiguous. kept=None: all T tokens."""
     _launch_fill(key, value, kept, None, None, held_key, held_value, None, None, None, None, None, held_key.shape[2])
-
-
-@copy.register_fake
-def _(key: Tensor, value: Tensor, kept: Tensor | None, held_key: Tensor, held_value: Tensor) -> None:
-    return None
 
 
 def _launch_fill(

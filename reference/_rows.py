@@ -1,0 +1,32 @@
+"""Rows of the reference's states in another order: each attribute becomes a new tensor."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .contract.interruption import Reorderable
+
+
+class Rows:
+    """What has attributes with a row per sequence, first in their shape. A subclass lists their names: in `_per_slot`
+    those with an element per slot, in `_per_row` other tensors, in `_nested` objects that exchange their own rows, or
+    None."""
+
+    _per_slot: ClassVar[tuple[str, ...]] = ()
+    _per_row: ClassVar[tuple[str, ...]] = ()
+    _nested: ClassVar[tuple[str, ...]] = ()
+
+    @torch.inference_mode(False)  # tensors made in inference mode could not be updated outside of it
+    def _reorder(self, index: Tensor) -> None:
+        """Replace row b by row index[b]."""
+        for name in (*self._per_slot, *self._per_row):
+            setattr(self, name, getattr(self, name).index_select(0, index))
+        for name in self._nested:
+            held: Any = getattr(self, name)
+            if isinstance(held, Reorderable):
+                held.reorder(index)
+            elif held is not None:
+                held._reorder(index)
