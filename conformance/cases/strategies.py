@@ -198,6 +198,7 @@ def window_cases(
     layout: tuple[str, ...] = WINDOW_LAYOUTS, prefix_alone: bool = False,
 ) -> WindowCase:
     """Prompts to compress. The window is at most `max_window` and at most T; budgets go from 0 to beyond T."""
+    prefixes = supported.values("prefix_alone", (prefix_alone,))
     sizes = draw(_common(device, TRIPLES, rows=2))
     max_window = max_window or 64
     if sizes["device"].startswith("cpu"):
@@ -224,7 +225,7 @@ def window_cases(
         kernel_size=draw(st.sampled_from(draws.plain_among(supported.values("kernel_size", (5, 1, 3, 7)), (1,)))),
         occupancy=draw(st.sampled_from(supported.occupancies(occupancy))),
         protect=draw(st.sampled_from(supported.protections(protect))),
-        prefix_alone=supported.values("prefix_alone", (prefix_alone,))[0],
+        prefix_alone=prefixes[0],
     )
 
 
