@@ -79,6 +79,7 @@ def attend_cases(
     layout: tuple[str, ...] = LAYOUTS, slots: tuple[int, int | None] = (1, None),
 ) -> AttendCase:
     """Blocks of one token up to all S tokens. slots: the least and the most S."""
+    layouts, masks, scales = supported.layouts(layout), supported.occupancies(occupancy), _scales()
     sizes = draw(_common(device, TRIPLES, rows=2))
     cpu = sizes["device"].startswith("cpu")
     if cpu:
@@ -92,14 +93,14 @@ def attend_cases(
     return AttendCase(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(supported.layouts(layout))),
+        layout=draw(st.sampled_from(layouts)),
         poison=draw(st.sampled_from(contents.POISONS)),
-        scale=draw(_scales()),
+        scale=draw(scales),
         seed=draw(st.integers(0, 2**31 - 1)),
         method=method,
         slots=total,
         queries=draw(st.integers(1, largest) | st.sampled_from((1, largest))),
-        occupancy=draw(st.sampled_from(supported.occupancies(occupancy))),
+        occupancy=draw(st.sampled_from(masks)),
         per_head=draw(supported.mask_per_head()),
     )
 
@@ -163,6 +164,7 @@ def positions_cases(
     slots: tuple[int, int | None] = (1, None),
 ) -> PositionsCase:
     """Caches of one to 48 slots, whose tokens exceed the budget in most cases."""
+    layouts, masks = supported.layouts(layout), supported.occupancies(occupancy)
     sizes = draw(_common(device, TRIPLES))
     least, most = slots
     total = draw(_counts(sizes, most or 48, least=least))
@@ -170,12 +172,12 @@ def positions_cases(
     return PositionsCase(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(supported.layouts(layout))),
+        layout=draw(st.sampled_from(layouts)),
         seed=draw(st.integers(0, 2**31 - 1)),
         slots=total,
         budget=budget,
         sinks=draw(st.integers(0, min(4, budget - 1))),
-        occupancy=draw(st.sampled_from(supported.occupancies(occupancy))),
+        occupancy=draw(st.sampled_from(masks)),
     )
 
 

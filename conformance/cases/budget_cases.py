@@ -61,9 +61,10 @@ def layer_budgets_cases(
     draw: st.DrawFn, *, content: tuple[str, ...] = (*ORDINARY, *EXTREME), layout: tuple[str, ...] = LAYOUTS,
 ) -> LayerBudgetsCase:
     """One to eight layers, whose shares often exceed the prefix."""
+    layouts = _layouts(torch.float64, layout)
     layers = draw(st.integers(2, 8) if draws.plain_only() else st.integers(2, 8) | st.just(1))
     return LayerBudgetsCase(
         batch=draw(st.integers(1, supported.rows(8))), layers=layers, total=draw(st.integers(layers, 100)),
-        content=draw(contents_of(content)), layout=draw(_layouts(torch.float64, layout)),
+        content=draw(contents_of(content)), layout=draw(layouts),
         seed=draw(st.integers(0, 2**31 - 1)), device=str(default_device()),
     )

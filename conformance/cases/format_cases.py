@@ -119,13 +119,14 @@ def format_cases(
     Cases have few chunks of tokens, since kernels process one chunk at a time. float64, which no capability names, is
     left to implementations that declare none. If they declare head_dims, those are the channels.
     """
+    dtypes = supported.dtypes(DTYPES) if capabilities.current().outside() else DTYPES
+    axes, layouts = supported.values("axis", (-1, -2)), supported.layouts(LAYOUTS)
     fmt = draw(st.sampled_from(supported.values("fmt", formats)))
     leading = draw(st.sampled_from(((), (2,), (1, 2), (2, 1), (2, 2), (1, 1, 2))))
     rules = supported.values("scale_rule", (None, "mse", "amax") if fmt == "ternary" else (None,))
     rule = draw(st.sampled_from(rules))
     groups = (16, 16, 1, 5, 8, 32, 100) if rule != "mse" else (16, 5, 1)
     group = draw(st.sampled_from(supported.values("group", groups)))
-    dtypes = supported.dtypes(DTYPES) if capabilities.current().outside() else DTYPES
     scaled = supported.values("tensor_scale", (False, True) if fmt == "nvfp4" else (False,))
     sizes = supported.sizes("head_dims", range(1, most + 1))
     channels = st.sampled_from((16, 32, 40)) | st.integers(1, most)
@@ -136,13 +137,13 @@ def format_cases(
         tokens=draw(st.integers(1, min(most, group * (8 // math.prod(leading))))),
         channels=draw(channels),
         fmt=fmt,
-        axis=draw(st.sampled_from(supported.values("axis", (-1, -2)))),
+        axis=draw(st.sampled_from(axes)),
         group=group,
         scale_rule=rule,
         tensor_scale=draw(st.sampled_from(scaled)),
         dtype=draw(st.sampled_from(dtypes)),
         content=draw(st.sampled_from(content)),
-        layout=draw(st.sampled_from(supported.layouts(LAYOUTS))),
+        layout=draw(st.sampled_from(layouts)),
         seed=draw(st.integers(0, 2**31 - 1)),
     )
 
@@ -261,17 +262,18 @@ def formats_cases(
 ) -> FormatsCase:
     """As `format_cases`, of 16-bit and 32-bit types. tokens: the least and the most T. apart: (True,) for cases whose
     rows do not depend on each other: without a scale of the whole tensor."""
+    dtypes, layouts = supported.dtypes(DTYPES[:3]), supported.layouts(layout)
     case = draw(format_cases(formats=fmt, content=tuple(draws.plain_among(content, (*ORDINARY, *TIED)))))
-    dtype = case.dtype if case.dtype in supported.dtypes(DTYPES[:3]) else supported.dtypes(DTYPES[:3])[0]
+    dtype = case.dtype if case.dtype in dtypes else dtypes[0]
     leading = (1, 1, *case.leading)[-2:]
     heads = supported.sizes("kv_heads", (leading[1],))
     return made(
         batch=supported.rows(leading[0]), key_value_heads=leading[1] if leading[1] in heads else heads[0],
         head_dim=case.channels, dtype=dtype, content=case.content, seed=case.seed, device=str(default_device()),
-        layout=draw(st.sampled_from(supported.layouts(layout))),
+        layout=draw(st.sampled_from(layouts)),
         tokens=draw(st.integers(*tokens)) if tokens else case.tokens, fmt=case.fmt, axis=case.axis, size=case.group,
         rule=case.scale_rule or "", tensor_scale=case.tensor_scale and not apart[0],
-        output=str(draw(st.sampled_from(supported.dtypes(DTYPES[:3])))).removeprefix("torch."),
+        output=str(draw(st.sampled_from(dtypes))).removeprefix("torch."),
     )
 
 
@@ -281,11 +283,12 @@ def bytes_cases(
     tokens: tuple[int, int] = (1, 5),
 ) -> BytesCase:
     """Bytes that the last codes do not fill, among others."""
+    layouts, widths = supported.layouts(layout), supported.values("bits", (4, 2, 8))
     return BytesCase(
         batch=draw(st.integers(1, supported.rows(2))),
         key_value_heads=draw(st.sampled_from(supported.sizes("kv_heads", (1, 2)))),
         head_dim=draw(st.sampled_from(supported.sizes("head_dims", (16, 1, 3, 37, 64)))), content=content[0],
-        layout=draw(st.sampled_from(supported.layouts(layout))), seed=draw(st.integers(0, 2**31 - 1)),
+        layout=draw(st.sampled_from(layouts)), seed=draw(st.integers(0, 2**31 - 1)),
         device=str(default_device()), tokens=draw(st.integers(*tokens)),
-        bits=draw(st.sampled_from(supported.values("bits", (4, 2, 8)))),
+        bits=draw(st.sampled_from(widths)),
     )

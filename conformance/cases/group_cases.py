@@ -314,11 +314,14 @@ def _cases(
     device: torch.device | str | None = None,
 ) -> GroupCase:
     """forms: all (bits, axis, size, head_dim). tokens: the least and the most T."""
+    supported.layouts((*layout, "contiguous") if "far" in layout else layout)  # or there is no case; see _layouts
     where = torch.device(device) if device is not None else default_device()
     dtypes = tuple(draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES))
+    leasts = supported.values("least_scale", (0.0, 0.0, 1e-5, 0.01) if issubclass(made, PMKVQCase) else (0.0,))
+    every = st.sampled_from(forms())
     chosen = draw(contents_of([one for one in content if one != "single" or supported.option("group", 1)],
                               ("ordinary", *TIED)))  # fmt: skip
-    bits, axis, size, head_dim = draw(st.sampled_from(forms()))
+    bits, axis, size, head_dim = draw(every)
     dtype = draw(st.sampled_from([one for one in dtypes if _fits(chosen, bits, one)] or dtypes))
     rows = draw(st.integers(1, supported.rows(3)))
     heads = draw(st.sampled_from(supported.sizes("kv_heads", (1, 2, 3)[:max(1, 4 // rows)])))
@@ -329,13 +332,12 @@ def _cases(
     names = {str(one).removeprefix("torch.") for one in dtypes}
     kinds = [one for one in STORED if not one or one in names]
     stored = ["float16"] if chosen == "wide" and "float16" in names else kinds
-    leasts = (0.0, 0.0, 1e-5, 0.01) if issubclass(made, PMKVQCase) else (0.0,)
     return made(
         **sizes, dtype=dtype, content=chosen, layout=draw(_layouts(dtype, layout)),
         seed=draw(st.integers(0, 2**31 - 1)), bits=bits, axis=axis, size=size,
         tokens=draw(_counts(sizes, most, least=least)),
         stored=draw(st.sampled_from(stored)), output=draw(st.sampled_from(kinds)),
-        least_scale=draw(st.sampled_from(supported.values("least_scale", leasts))),
+        least_scale=draw(st.sampled_from(leasts)),
     )
 
 

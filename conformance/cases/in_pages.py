@@ -189,6 +189,7 @@ def _in_pages(
     last_page: Sequence[str] = LAST_PAGES, poison: Sequence[str] = contents.POISONS,
     layout: Sequence[str] = PAGED, **more: Any,
 ) -> Any:
+    layouts = supported.layouts(layout)
     plain = draw(cases(layout=("contiguous",), **more))
     fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
     last = draw(st.sampled_from(last_page))
@@ -196,6 +197,6 @@ def _in_pages(
     if last == "partial" and plain.slots > 1 and plain.slots % size == 0 and supported.slots(1, 1)[2] == 1:
         fields["slots"] = plain.slots - 1
     return made(**fields | {
-        "layout": draw(st.sampled_from(supported.layouts(layout))), "poison": draw(st.sampled_from(poison)),
+        "layout": draw(st.sampled_from(layouts)), "poison": draw(st.sampled_from(poison)),
         "page_size": size, "last_page": last,
     })

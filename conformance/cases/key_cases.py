@@ -189,30 +189,31 @@ def key_cases(
     protect: tuple[str, ...] = PROTECTIONS,
 ) -> KeyCase:
     """Budgets from 1 to beyond S. Most cases use KeyDiff's own anchor and similarity and have no free slots."""
+    plain, masks = draws.plain_only(), supported.occupancies(occupancy)
+    similarity, anchor = supported.values("similarity", similarity), supported.values("anchor", anchor)
+    layouts = None if layout is None else st.sampled_from(supported.layouts(layout))
+    protections = st.just("none") if plain else st.sampled_from(supported.protections(protect))
     sizes = draw(_common(device, TRIPLES))
     sizes["group"] = 1
     least, most = slots or (1, None)
-    plain = draws.plain_only()
     total = draw(_counts(sizes, most, gpu=8192, least=max(2, least) if plain else least))
     budget = draw(st.integers(1, max(1, total - 1) if plain else total + 2))
     own = draw(st.sampled_from((True, True, False)))
-    similarity, anchor = supported.values("similarity", similarity), supported.values("anchor", anchor)
     cosine = "cosine" in similarity and set(content) <= set(COSINE_ONLY)
     metric = "cosine" if cosine else similarity[0] if own else draw(st.sampled_from(similarity))
-    masks = supported.occupancies(occupancy)
     recents = supported.values("recent", (0, 0, 1, min(budget, 3), budget))
     fitting = [name for name in content if metric == "cosine" or name not in COSINE_ONLY]
     return KeyCase(
         **sizes,
         content=draw(contents_of(fitting)),
-        layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(supported.layouts(layout))),
+        layout=draw(_layouts(sizes["dtype"]) if layouts is None else layouts),
         poison=draw(st.sampled_from(contents.POISONS)),
         seed=draw(st.integers(0, 2**31 - 1)),
         slots=total,
         budget=budget,
         recent=0 if plain else draw(st.sampled_from(recents)),
         occupancy=draw(st.sampled_from(masks[:1]) if plain else st.sampled_from(masks[:1]) | st.sampled_from(masks)),
-        protect="none" if plain else draw(st.sampled_from(supported.protections(protect))),
+        protect=draw(protections),
         per_head=draw(supported.mask_per_head()),
         anchor=anchor[0] if own else draw(st.sampled_from(anchor)),
         similarity=metric,

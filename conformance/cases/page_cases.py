@@ -14,7 +14,7 @@ from .. import capabilities
 from . import contents, draws, supported
 from .case import Case
 from .layouts import lay_out
-from .strategies import DTYPES, PLAIN_DTYPES, TRIPLES, _common, _counts, _layouts, _masks, contents_of, default_device
+from .strategies import DTYPES, PLAIN_DTYPES, TRIPLES, _common, _counts, _masks, contents_of, default_device
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "spread", "channels_first")
 KEYS, EXTREME_KEYS = ("ordinary", "positive", "negative"), ("largest", "subnormal", "special")
@@ -158,10 +158,11 @@ def key_pages_cases(
     last_page: Sequence[str] = ("full", "partial"), tokens: tuple[int, int] = (1, 40),
 ) -> KeyPagesCase:
     """One to forty pages."""
+    layouts = supported.layouts(layout)
     sizes = draw(_common(None, TRIPLES))
     return KeyPagesCase(
         **{**sizes, "group": 1}, content=draw(contents_of(content, KEYS)), seed=draw(st.integers(0, 2**31 - 1)),
-        layout=draw(_layouts(sizes["dtype"], layout)), poison=draw(st.sampled_from(contents.POISONS)),
+        layout=draw(st.sampled_from(layouts)), poison=draw(st.sampled_from(contents.POISONS)),
         tokens=draw(_counts(sizes, tokens[1], least=tokens[0])),
         page_size=draw(st.sampled_from(supported.sizes("page_sizes", PAGE_SIZES))),
         last_page=draw(st.sampled_from(last_page)),
@@ -173,10 +174,11 @@ def page_bounds_cases(
     draw: st.DrawFn, *, content: Sequence[str] = (*SCORED, *EXTREME_SCORED), layout: tuple[str, ...] = LAYOUTS,
     pages: tuple[int, int] = (1, 40),
 ) -> PageBoundsCase:
+    layouts = supported.layouts(layout)
     sizes = draw(_common(None, TRIPLES))
     return PageBoundsCase(
         **sizes, content=draw(contents_of(content, SCORED)), seed=draw(st.integers(0, 2**31 - 1)),
-        layout=draw(_layouts(sizes["dtype"], layout)), slots=draw(st.integers(*pages)),
+        layout=draw(st.sampled_from(layouts)), slots=draw(st.integers(*pages)),
     )
 
 
@@ -188,17 +190,19 @@ def ranked_pages_cases(
 ) -> RankedPagesCase:
     """k from 1 to beyond the number of pages, most often less than it."""
     plain = draws.plain_only()
+    last = supported.values("keep_last", [one == "last" for one in protect])
+    dtypes, layouts = draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES), supported.layouts(layout)
+    masks = _masks(occupancy, "full")
     total = draw(st.integers(max(3, pages[0]) if plain else pages[0], pages[1]))
     fewer = st.integers(1, max(1, total - 1))
-    last = supported.values("keep_last", [one == "last" for one in protect])
     return RankedPagesCase(
         batch=draw(st.integers(1, supported.rows(2))),
         key_value_heads=draw(st.sampled_from(supported.sizes("kv_heads", (1, 2)))),
         group=draw(st.sampled_from(supported.sizes("groups", (1, 2, 3)))),
-        dtype=draw(st.sampled_from(draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES))),
-        content=draw(contents_of(content, (*RANKED, *TIED))), layout=draw(st.sampled_from(supported.layouts(layout))),
+        dtype=draw(st.sampled_from(dtypes)),
+        content=draw(contents_of(content, (*RANKED, *TIED))), layout=draw(st.sampled_from(layouts)),
         poison=draw(st.sampled_from(contents.POISONS)), seed=draw(st.integers(0, 2**31 - 1)),
         device=str(default_device()), slots=total, keep=draw(fewer if plain else fewer | st.integers(1, total + 2)),
         protect="last" if draw(st.sampled_from(last)) else "none",
-        occupancy=draw(_masks(occupancy, "full")),
+        occupancy=draw(masks),
     )

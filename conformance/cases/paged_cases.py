@@ -168,7 +168,10 @@ def paged_cases(
     """Small cases in Triton's interpreter; on a GPU also the paper's groups and blocks."""
     where = device or strategies.default_device()
     small = where.type == "cpu"
-    dtypes = tuple(supported.dtypes(dtypes))
+    dtypes, layouts = tuple(supported.dtypes(dtypes)), supported.layouts(layout)
+    scales = supported.scales(strategies.SCALES)
+    sparsities = supported.values("sparsity_of", ("heads", "mean"))
+    tables = _tables(*(((4, 2), (6, 4), (3, 3), (16, 8), (5, 1)) if small else ((16, 8), (4, 2))))
     sizes: dict[str, Any]
     if small:
         batch = draw(st.integers(1, supported.rows(2)))
@@ -176,7 +179,6 @@ def paged_cases(
                  "group": draw(st.sampled_from(supported.sizes("groups", (1, 2, 3, 5, 8)))),
                  "dtype": draw(st.sampled_from(dtypes)),
                  "head_dim": draw(st.sampled_from(supported.sizes("head_dims", (16, 32, 24, 17, 80))))}
-        tables = _tables((4, 2), (6, 4), (3, 3), (16, 8), (5, 1))
         shared, block = draw(st.sampled_from(tables))
         low = [dtype for dtype in dtypes if dtype != torch.float32]
         wide = [size for size in (64, 128) if supported.size("head_dims", size)]
@@ -190,7 +192,7 @@ def paged_cases(
         sizes = {"batch": draw(st.integers(1, supported.rows(4))),
                  "key_value_heads": draw(st.sampled_from(supported.sizes("kv_heads", (1, 2, 8)))),
                  "group": group, "head_dim": head_dim, "dtype": dtype}
-        shared, block = draw(st.sampled_from(_tables((16, 8), (4, 2))))
+        shared, block = draw(st.sampled_from(tables))
         # Each combination is compiled, so a triple has two of the formats, and one with the small blocks. With the
         # profile gpu there are two triples, and so three formats.
         formats = tuple(draws.of_run(formats, 3))
@@ -199,11 +201,11 @@ def paged_cases(
     first, last, unit = supported.slots(1, most or (18 if small else 300))
     return PagedCase(
         **sizes, device=str(where), seed=draw(st.integers(0, 2**31 - 1)), content=draw(st.sampled_from(content)),
-        layout=draw(st.sampled_from(supported.layouts(layout))),
-        scale=draw(st.sampled_from(supported.scales(strategies.SCALES))), tokens=unit * draw(st.integers(first, last)),
+        layout=draw(st.sampled_from(layouts)),
+        scale=draw(st.sampled_from(scales)), tokens=unit * draw(st.integers(first, last)),
         shared=shared, block=block, formats=draw(st.sampled_from(formats)),
         evictions=draw(st.sampled_from(evictions)),
-        sparsity_of=draw(st.sampled_from(supported.values("sparsity_of", ("heads", "mean")))),
+        sparsity_of=draw(st.sampled_from(sparsities)),
     )
 
 

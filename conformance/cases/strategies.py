@@ -167,21 +167,23 @@ def decode_cases(
 
     In at least half of the cases every slot is occupied, since scores decide only then.
     """
-    sizes = draw(_common(device, TRIPLES, dtypes=dtypes))
     least, most = slots or (1, None)
     if draws.plain_only():
         occupancy, protect = draws.plain_among(occupancy, ("full",)), draws.plain_among(protect, ("none",))
         least = max(2, least)
+    layouts = None if layout is None else st.sampled_from(supported.layouts(layout))
+    scales, masks, protections = _scales(), _masks(occupancy, "full"), _protections(protect)
+    per_heads = _per_head(per_head)
+    sizes = draw(_common(device, TRIPLES, dtypes=dtypes))
     return DecodeCase(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(_layouts(sizes["dtype"]) if layout is None else st.sampled_from(supported.layouts(layout))),
+        layout=draw(_layouts(sizes["dtype"]) if layouts is None else layouts),
         poison=draw(st.sampled_from(contents.POISONS)),
-        scale=draw(_scales()),
+        scale=draw(scales),
         seed=draw(_SEEDS),
         slots=draw(_counts(sizes, most, least=least)),
-        occupancy=draw(_masks(occupancy, "full")), protect=draw(_protections(protect)),
-        per_head=draw(_per_head(per_head)),
+        occupancy=draw(masks), protect=draw(protections), per_head=draw(per_heads),
     )
 
 
@@ -198,6 +200,12 @@ def window_cases(
     layout: tuple[str, ...] = WINDOW_LAYOUTS, prefix_alone: bool = False,
 ) -> WindowCase:
     """Prompts to compress. The window is at most `max_window` and at most T; budgets go from 0 to beyond T."""
+    plain = draws.plain_only()
+    if plain:
+        occupancy, protect = draws.plain_among(occupancy, ("none",)), draws.plain_among(protect, ("none",))
+    prefixes, layouts = supported.values("prefix_alone", (prefix_alone,)), supported.layouts(layout)
+    scales, kernel_sizes = _scales(), draws.plain_among(supported.values("kernel_size", (5, 1, 3, 7)), (1,))
+    masks, protections = supported.occupancies(occupancy), supported.protections(protect)
     sizes = draw(_common(device, TRIPLES, rows=2))
     max_window = max_window or 64
     if sizes["device"].startswith("cpu"):
@@ -205,26 +213,24 @@ def window_cases(
         sizes["group"] = draw(st.sampled_from(supported.sizes("groups", GROUPS[:4])))
         max_window = min(max_window, 20 if sizes["batch"] * sizes["key_value_heads"] * sizes["group"] < 4 else 10)
     least, most = tokens or (1, None)
-    plain = draws.plain_only()
     total = draw(_counts(sizes, most, gpu=2048, least=max(4, least) if plain else least))
     observers = draw(st.integers(1, min(max(1, total - 2) if plain else total, max_window)))
     budgets = st.integers(0, total + 2) | st.integers(min(observers, total), total)
     if plain:
         budgets = st.integers(min(observers + 1, total), max(1, total - 1))
-        occupancy, protect = draws.plain_among(occupancy, ("none",)), draws.plain_among(protect, ("none",))
     return WindowCase(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(supported.layouts(layout))),
+        layout=draw(st.sampled_from(layouts)),
         poison=draw(st.sampled_from(contents.POISONS)),
-        scale=draw(_scales()),
+        scale=draw(scales),
         seed=draw(_SEEDS),
         tokens=total, observers=observers,
         budget=draw(budgets),
-        kernel_size=draw(st.sampled_from(draws.plain_among(supported.values("kernel_size", (5, 1, 3, 7)), (1,)))),
-        occupancy=draw(st.sampled_from(supported.occupancies(occupancy))),
-        protect=draw(st.sampled_from(supported.protections(protect))),
-        prefix_alone=supported.values("prefix_alone", (prefix_alone,))[0],
+        kernel_size=draw(st.sampled_from(kernel_sizes)),
+        occupancy=draw(st.sampled_from(masks)),
+        protect=draw(st.sampled_from(protections)),
+        prefix_alone=prefixes[0],
     )
 
 
@@ -247,6 +253,7 @@ def state_traces(
     another shape.
     """
     methods = [pair.name for pair in discovery.methods()]
+    layouts = draws.third_of_run(supported.layouts(layout))
     sizes = draw(_common(
         device, STATE_TRIPLES, rows=2, head_dims=registry.ask(method, "HEAD_DIMS", HEAD_DIMS),
         others=int(method not in methods or method in draws.third_of_run(methods)),
@@ -269,7 +276,7 @@ def state_traces(
     return StateTrace(
         **sizes,
         content=draw(contents_of(content)),
-        layout=draw(st.sampled_from(draws.third_of_run(supported.layouts(layout)))),
+        layout=draw(st.sampled_from(layouts)),
         poison=draw(st.sampled_from(contents.POISONS)),
         scale=draw(_scales()) if scaled else None,
         seed=draw(_SEEDS),

@@ -1,6 +1,8 @@
 """What strategies may draw for the implementation under test: the options that its `Capabilities` include.
 
-If none of a test's options is included, the example is rejected, and the test is *not provided*.
+If none of a test's options is included, the example is rejected, and the test is *not provided*. A strategy asks for
+options that do not depend on what it draws before it draws anything: then Hypothesis knows after one rejected example
+that there is no other, and it would try 458.
 """
 
 from __future__ import annotations

@@ -152,10 +152,11 @@ def _drawn(
     draw: st.DrawFn, made: Callable[..., Any], content: Sequence[str], layout: tuple[str, ...],
     heads_among: Sequence[int] = HEADS, **more: Any,
 ) -> Any:
+    dtypes, layouts = draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES), supported.layouts(layout)
     heads = draw(st.sampled_from(supported.sizes("kv_heads", heads_among)))
     return made(
-        heads=heads, dtype=draw(st.sampled_from(draws.plain_among(supported.dtypes(DTYPES), PLAIN_DTYPES))),
-        content=draw(st.sampled_from(content)), layout=draw(st.sampled_from(supported.layouts(layout))),
+        heads=heads, dtype=draw(st.sampled_from(dtypes)),
+        content=draw(st.sampled_from(content)), layout=draw(st.sampled_from(layouts)),
         seed=draw(st.integers(0, 2**31 - 1)), device=str(default_device()),
         **{name: draw(strategy) for name, strategy in more.items()},
     )

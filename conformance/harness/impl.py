@@ -303,9 +303,12 @@ def _plain(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _by_name(ours: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a call by parameter name."""
     try:
-        return inspect.signature(ours).bind_partial(*args, **kwargs).arguments
+        return _signature(ours).bind_partial(*args, **kwargs).arguments
     except TypeError:  # a test of wrong arguments
         return kwargs
+
+
+_signature = functools.cache(inspect.signature)
 
 
 def _refused(what: str, error: NotProvided | None = None) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -243,6 +244,30 @@ def test_a_property_outside_of_the_capabilities_has_no_case():
     with capabilities.use(NARROW), stats.collect() as counted, pytest.raises(Unsatisfiable):
         draws()
     assert set(counted.refused) == {"not declared: masks"}
+
+
+@pytest.mark.parametrize(("aspect", "argument", "declared"), [
+    ("free_slots", None, Capabilities(masks=False)), ("layouts", "layout", Capabilities(contiguous_only=True)),
+    ("accuracy", None, Capabilities(fp8=())), ("accuracy", None, capabilities.of_others(Capabilities())),
+], ids=["masks", "contiguous_only", "fp8", "readings"])
+def test_what_is_not_declared_is_refused_before_anything_is_drawn(aspect, argument, declared):
+    """So Hypothesis knows that there is no other case. Otherwise it would try 458 times."""
+    refused = 0
+    for subject in subjects.every():
+        if aspect not in subject.aspects:
+            continue
+        values = {} if argument is None else {argument: subject.aspects[aspect][argument][:1]}
+
+        @given(case=subject.draw(aspect, **values))
+        @settings(max_examples=1, database=None, suppress_health_check=list(HealthCheck))
+        def draws(case):
+            pass
+
+        with capabilities.use(declared), stats.collect() as counted, suppress(Unsatisfiable):
+            draws()
+        assert sum(counted.refused.values()) <= 3, f"{subject}: {counted.refused}"  # .map() asks three times
+        refused += len(counted.refused)
+    assert refused
 
 
 #: Functions that know no free slots.

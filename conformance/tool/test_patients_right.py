@@ -45,7 +45,7 @@ def test_it_is_right(method, name, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     states = any(function.endswith("State") for function in provided)
     found = run.verdict_of(
         method, provided, declared, OF_STATES if states else OF_FUNCTIONS, tmp_path, monkeypatch,
-        "" if states else "suite/test_properties.py", stranger=FOLDER / f"{name}.py",
+        "suite" if states else "suite/test_properties.py", stranger=FOLDER / f"{name}.py",
     )
     assert not run.wrong(found), run.shown(found)
     assert found.verdict == verdict.RIGHT, run.shown(found)

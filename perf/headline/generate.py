@@ -1,4 +1,5 @@
-"""What a user gets: transformers' `generate` with each cache, eager and with `captured`, beside transformers' caches.
+"""What a user gets: transformers' `generate` with each cache, eager, with `captured`, and compiled by transformers,
+beside transformers' own caches.
 
     python -m perf.headline.generate --out FOLDER --shapes 1x32K --only LongFlow --only DynamicCache --limit 500
 
@@ -50,9 +51,9 @@ CACHES: dict[str, dict[str, Any]] = {
 #: Peers: transformers' caches, with sdpa. The second is compiled, as transformers does by itself.
 DYNAMIC, STATIC = "DynamicCache", "StaticCache, compiled"
 PEERS = (DYNAMIC, STATIC)
-CAPTURED = ", captured"
+CAPTURED, COMPILED = ", captured", ", compiled"
 FIGURES = ("seconds_to_first_token", "ms_per_token", "peak_bytes", "seconds_of_first_call")
-SYSTEMS = (*PEERS, *(f"{name}{how}" for name in CACHES for how in ("", CAPTURED)))
+SYSTEMS = (*PEERS, *(f"{name}{how}" for name in CACHES for how in ("", CAPTURED, COMPILED)))
 _SIZES = {
     "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
     "max_position_embeddings": 2**17, "tie_word_embeddings": False, "initializer_range": 0.03,
@@ -209,7 +210,7 @@ def cache_of(system: str, model: Any, tokens: int, *, tiny: bool) -> Any:
     from kvtwin.optimized import hf
     from kvtwin.reference.thinkv import Thresholds
 
-    name = system.removesuffix(CAPTURED)
+    name = system.removesuffix(CAPTURED).removesuffix(COMPILED)
     options = {key: tokens if value is None else value for key, value in CACHES[name].items()}
     if tiny and "budget" in options:
         options["budget"] = 6
@@ -234,7 +235,10 @@ def one(model: Any, system: str, ids: Tensor, steps: int, *, tiny: bool) -> dict
         torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     if ours:
-        given["past_key_values"] = cache_of(system, model, ids.shape[1] + steps, tiny=tiny)
+        cache = given["past_key_values"] = cache_of(system, model, ids.shape[1] + steps, tiny=tiny)
+        given["disable_compile"] = not system.endswith(COMPILED)
+        if system.endswith(COMPILED) and not cache.is_compileable:
+            raise NotImplementedError("this cache is not compileable")
     within: Any = captured(model) if system.endswith(CAPTURED) else nullcontext()
     hooks: Any = given["past_key_values"] if system.startswith("EpiKV") else nullcontext()     # its hooks on the model
     with warnings.catch_warnings(), hooks, within as graphs:
@@ -279,6 +283,9 @@ def measure(plan: Plan, path: Path, device: torch.device, *, tiny: bool = False)
             row |= one(model, system, ids, plan.steps, tiny=tiny)
         except Exception as error:                              # such as a cache that does not fit
             row["error"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        if system.endswith(COMPILED):                           # of one function PyTorch compiles eight kinds at most
+            torch._dynamo.reset()
+            called = {one for one in called if one[2] != STATIC and not one[2].endswith(COMPILED)}
         _free(device)
         row["seconds"] = round(time.monotonic() - started, 1)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,15 +26,15 @@ EXAMPLES = 4
 
 def verdict_of(
     method: str, provided: dict[str, Any], declared: dict[str, Any], keyword: str, folder: Path,
-    monkeypatch: pytest.MonkeyPatch, file: str = "", *, stranger: Path | None = None,
+    monkeypatch: pytest.MonkeyPatch, file: str = "suite", *, stranger: Path | None = None,
 ) -> verdict.MethodVerdict:
     """The verdict of the tests that match `keyword`, as for ``kvtwin verify METHOD --impl=patient --device=cpu``.
 
     Patients have no kernels. So they are judged on the CPU even in a process whose kernels are compiled for a GPU.
 
     provided: functions and states by name; declared: the arguments of `Capabilities`. Reports are written to `folder`.
-    file: the path of the tests in this package; "": all of them. stranger: the file of an implementation that must not
-    use kvtwin's; None: it may, as kvtwin's own modules may.
+    file: the path of the tests in this package. stranger: the file of an implementation that must not use kvtwin's;
+    None: it may, as kvtwin's own modules may.
     """
     module = types.ModuleType("patient")
     if stranger is None:
