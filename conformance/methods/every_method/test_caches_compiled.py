@@ -35,8 +35,8 @@ from kvtwin.reference.hf import masks
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.whole]
 
-#: States that allocate by the prompt, or decide on the host.
-OTHERS = {"ThinKV", "SyncKV", "EpiKV", "CAKE"}
+#: States that allocate by the prompt, decide on the host, or have views among their buffers.
+OTHERS = {"ThinKV", "SyncKV", "EpiKV", "CAKE", "KIVI"}
 COMPILEABLE = [name for name, (kind, _) in CACHES.items() if kind not in OTHERS]
 #: Steps that run in each test of all tests, and those that evict once in so many tokens.
 QUICK = ("longflow", "h2o-once-in-four-tokens")
