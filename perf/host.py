@@ -39,7 +39,8 @@ class Layers:
         """A pass of so many tokens: the seconds of all layers."""
         from transformers.masking_utils import causal_mask_function
 
-        from kvtwin.reference.hf.cache_adapter import attention, make_mask
+        from kvtwin.reference.hf.cache_adapter import attention
+        from kvtwin.reference.hf.masks import make_mask
 
         mask = make_mask(
             mask_function=causal_mask_function, attention_mask=None, batch_size=BATCH, q_length=count,

@@ -73,13 +73,33 @@ class GrowingState(State):
         self._counters.zero_()
         self.positions.fill_(-1)
         self._clear()
-        self._counted = 0
+        self._counted, self._prepared, self._behind = 0, 0, False
         self._end_change()
 
     @property
     def tokens_seen(self) -> int:
         """Tokens received, padding included. Reads the device, since the host does not see replays of a graph."""
-        return int(self._counters[0])
+        seen = int(self._counters[0])
+        if self._behind:
+            self._counted, self._prepared, self._behind = seen, 0, False
+        return seen
+
+    @classmethod
+    def _compiles(cls, config: Any) -> bool:
+        return True
+
+    @property
+    def _seen(self) -> Tensor:  # type: ignore[override]
+        return self._counters[:1]
+
+    #: Tokens of compiled passes that the host has prepared since it counted last.
+    _prepared = 0
+
+    def _expect(self, count: int) -> None:
+        """ValueError if a compiled pass of `count` tokens has no room. Synchronizes with the GPU only near the end."""
+        self._prepared += count
+        if self._counted + self._prepared + 1 >= self.config.max_tokens:        # the first pass was not prepared
+            check_room(self.tokens_seen, count, self.config.max_tokens)
 
     @property
     def occupied(self) -> Tensor:
@@ -114,13 +134,21 @@ class GrowingState(State):
         """Append a token and attend.
 
         query [B, Hq, D]; key, value [B, Hkv, D]. Returns the attention output [B, Hq, D]. Does not synchronize with the
-        host. ValueError beyond config.max_tokens tokens, counted by the host; in replays of a graph, further tokens are
-        dropped.
+        host, but once after compiled steps. ValueError beyond config.max_tokens tokens, counted by the host; in replays
+        of a graph, further tokens are dropped; in compiled steps, which `generate` prepares, it is an assertion on the
+        device.
         """
         self._check_step(query, key, value)
-        check_room(self._counted, 1, self.config.max_tokens)
+        compiled, most = torch.compiler.is_compiling(), self.config.max_tokens
+        if compiled:
+            torch._assert_async(self._counters[0] < most, f"max_tokens={most} is too small")
+        else:
+            check_room(self._counted_now, 1, most)
         self._start_change("step")
         output: Tensor = self._step(query, key, value, *self._arguments)
-        self._counted += 1
+        if compiled:
+            self._behind = True
+        else:
+            self._counted += 1
         self._end_change()
         return output

@@ -127,14 +127,34 @@ class State(Rows, Buffers, Changeable, Reorderable):
         check_kernel_device("device", self.device)
         self.scale = resolve_scale(config.scale, head_dim)
 
+    #: The number of tokens since the last reset, [1] int64, in states whose steps can be compiled.
+    _seen: Tensor
+
+    @classmethod
+    def _compiles(cls, config: Any) -> bool:
+        """Whether a compiler can take the steps of a state with this config: all that differs from step to step is in
+        tensors that stay, and the host decides nothing."""
+        return False
+
     #: Tokens that the host has counted, in states with room for config.max_tokens. The others leave it at 0.
     _counted = 0
+    #: Whether compiled steps have added tokens that the host has not counted.
+    _behind = False
+
+    @property
+    def _counted_now(self) -> int:
+        """`_counted`, which after compiled steps is read from the device."""
+        return self.tokens_seen if self._behind else self._counted
+
+    def _expect(self, count: int) -> None:
+        """What the host does before a compiled pass of `count` tokens, if it knows of one."""
 
     @property
     def _takes_a_step(self) -> bool:
         """Whether a step would raise no error, whatever its arguments: no change was interrupted, and there is room.
-        Reads no tensor."""
-        return self._interrupted is None and self._counted < getattr(self.config, "max_tokens", self._counted + 1)
+        Reads no tensor, except after compiled steps."""
+        counted = self._counted_now
+        return self._interrupted is None and counted < getattr(self.config, "max_tokens", counted + 1)
 
     @property
     def _num_rows(self) -> int:

@@ -75,6 +75,11 @@ class KIVIState(GrowingState):
         *GrowingState._rows,
     )
 
+    @classmethod
+    def _compiles(cls, config: KIVIConfig) -> bool:
+        """False: scales and minima are views of one buffer, and of steps that change views PyTorch makes no graphs."""
+        return False
+
     def _allocate(self) -> int:
         (batch, query_heads, heads, slots, head_dim), config = self.sizes, self.config
         check_head_dim(head_dim, group=config.group, bits=config.value_bits, of="value_bits")

@@ -36,6 +36,8 @@ DEVICES = ("cuda",)
 KINDS = 16
 
 _NAME = "_kvtwin_captured"
+#: Methods of a model that are others within `captured`.
+_SHADOWED = ("forward", "get_compiled_call")
 #: One capture or replay at a time, of all models.
 _lock = RLock()
 #: The stream of the last replay on each device.
@@ -82,7 +84,7 @@ def captured(model: PreTrainedModel) -> Iterator[Captured]:
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     if _NAME in vars(model.forward):
         raise RuntimeError("captured(model) is active already: the model's decode steps are captured once")
-    steps, own = Captured(model), vars(model).get("forward")
+    steps, own = Captured(model), {name: vars(model)[name] for name in _SHADOWED if name in vars(model)}
 
     @functools.wraps(model.forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -90,13 +92,13 @@ def captured(model: PreTrainedModel) -> Iterator[Captured]:
 
     setattr(forward, _NAME, steps)
     model.forward = forward
+    model.get_compiled_call = lambda compile_config=None: model.__call__    # generate compiles nothing
     try:
         yield steps
     finally:
-        if own is None:
-            del model.forward
-        else:
-            model.forward = own
+        for name in _SHADOWED:
+            delattr(model, name)
+        vars(model).update(own)
         steps._free()
 
 

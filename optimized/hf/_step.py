@@ -19,7 +19,9 @@ from ._host import PACKAGE, SIMPLE, NotReplayable, Snapshot, parts, places
 
 #: Modules that may ask the cache how many tokens it has seen, because nothing on the device depends on the answer: the
 #: masks of kvtwin's attention have no elements.
-MAY_ASK = ("transformers.masking_utils", "transformers.cache_utils", PACKAGE)
+MAY_ASK = (
+    "transformers.masking_utils", "transformers.cache_utils", f"{PACKAGE}.reference.", f"{PACKAGE}.optimized.",
+)
 
 
 def phase_of(cache: StateCache, seen: int) -> Hashable:

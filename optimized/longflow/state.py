@@ -71,6 +71,10 @@ class LongFlowState(State):
         })
         self.reset()
 
+    @classmethod
+    def _compiles(cls, config: LongFlowConfig) -> bool:
+        return not config.check_finite
+
     @property
     def tokens_seen(self) -> int:
         """Tokens received since the last reset, padding included. Reading it synchronizes with the GPU."""

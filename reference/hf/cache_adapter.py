@@ -16,9 +16,10 @@ with a stock cache (sliding windows, other caches) get the stock mask and the st
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -36,20 +37,21 @@ except ModuleNotFoundError as error:
         name="transformers",
     ) from None
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function
 
 from ..contract import MethodConfig
 from ..contract.arguments import check_reorder, check_tensor
-from .masks import MaskSpec, make_mask, no_padding, readable, refuse_restart, require
+from . import masks
+from .masks import MaskSpec
 from .progress import ACTIVATE, NAME, Progress
 
 _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
 # Keyword arguments by which some models change the logits. Ignoring them would compute another attention.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
+_OF_PROMPTS = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)     # generate's method for prompts
 
 
 def attention(
@@ -75,15 +77,13 @@ def attention(
     mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
     if isinstance(mask, Tensor):
         mask = mask.to(query.device)                # for models on several devices, which move tensors but no MaskSpec
-    output, _ = sdpa_attention_forward(
-        module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
-    )
+    output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     return output, None
 
 
 # register() is global. Item assignment would change a single instance, which transformers ignores.
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, make_mask)
+AttentionMaskInterface.register(NAME, masks.make_mask)
 
 
 class StateLayer(CacheLayerMixin):
@@ -99,6 +99,11 @@ class StateLayer(CacheLayerMixin):
         self._made: dict[str, Any] = {}     # the arguments of the state
         self._seen = 0                      # tokens, counted on the host to avoid a synchronization
         self._pending = 0                   # tokens passed to `update` but not yet to attention
+        # A compiled pass reads these instead of `_seen`, which would be a constant or an argument of its graph.
+        self._begun = False                 # whether the layer has seen tokens
+        self._covered = False               # whether the constructor's mask has tokens that the layer has not seen
+        self._behind = False                # whether compiled passes have added tokens that `_seen` lacks
+        self.is_compileable = getattr(state_class, "_compiles", lambda config: False)(config)
 
     @property
     def pending(self) -> int:
@@ -109,6 +114,12 @@ class StateLayer(CacheLayerMixin):
     def rows(self) -> int:
         """The number of rows of the state."""
         return int(self._made["batch"])
+
+    @property
+    def counted(self) -> Tensor | None:
+        """The number of tokens as a tensor [1] on the device, in a compiled pass after the first; None in others."""
+        on_device = torch.compiler.is_compiling() and self.is_compileable and self._begun
+        return self.state._seen if on_device else None
 
     @property
     def keys(self) -> Tensor | None:
@@ -133,7 +144,10 @@ class StateLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._pending = key_states.shape[2]
-        self._seen += self._pending
+        if self.is_compileable and torch.compiler.is_compiling():
+            self._behind = True
+        else:
+            self._seen = self._on_host() + self._pending
         # A weak reference, to avoid a cycle of layer and tensor. The model passes this tensor object to attention.
         setattr(key_states, _OWNER, weakref.ref(self))
         return key_states, value_states
@@ -151,14 +165,18 @@ class StateLayer(CacheLayerMixin):
             raise NotImplementedError(_SHARING)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
-        seen = self._seen - self._pending
+        compiled = self.is_compileable and torch.compiler.is_compiling()
+        seen = self._seen - self._pending if not compiled else None if self._begun else 0
         self._make_state(query, key, scaling, seen)
-        spec = self._spec(mask)
-        occupied = self._occupied(spec, key, seen)
-        refuse_restart(spec, position_ids, self._mask, seen)
-        run = self._in_blocks if hasattr(self.state, "append_block") else self._in_steps
+        spec = masks.spec_of(mask, self._mask)
+        own = self._mask if seen is not None or self._covered else None
+        occupied = masks.new_tokens(spec, own, key, seen, self.counted)
+        if seen is not None:
+            masks.refuse_restart(spec, position_ids, self._mask, seen)
+            self._covered = self._mask is not None and self._mask.shape[1] > seen + self._pending
+        run: Callable[..., Tensor] = self._in_blocks if hasattr(self.state, "append_block") else self._in_steps
         output = run(query, key, value, spec, occupied, seen)
-        self._pending = 0
+        self._pending, self._begun = 0, True
         return output.transpose(1, 2).contiguous()
 
     def _in_blocks(
@@ -166,9 +184,9 @@ class StateLayer(CacheLayerMixin):
     ) -> Tensor:
         """Pass the first tokens to `prefill`, later ones to `append_block`, or to `step` a single one that is not
         padding."""
-        if key.shape[2] == 1 and (occupied is None or (readable(occupied) and spec.all("tokens", occupied))):
+        if key.shape[2] == 1 and masks.none_is_padding(spec, occupied):
             return self.state.step(query[:, :, 0], key[:, :, 0], value[:, :, 0])[:, :, None]
-        takes = self.state.prefill if seen == 0 and readable(key) else self.state.append_block
+        takes = self.state.prefill if seen == 0 and masks.readable(key) else self.state.append_block
         output: Tensor = takes(query, key, value, occupied)
         return output
 
@@ -180,7 +198,7 @@ class StateLayer(CacheLayerMixin):
             output: Tensor = self.state.prefill(query, key, value, occupied)
             return output
         if occupied is not None:
-            require(
+            masks.require(
                 spec, "tokens", occupied,
                 "attention_mask has padding behind tokens that the cache has seen: all of a prompt's padding must lie "
                 "in the first forward pass on this cache (a larger prefill_chunk_size; no padded second turn)",
@@ -189,9 +207,8 @@ class StateLayer(CacheLayerMixin):
         outputs: list[Tensor] = [self.state.step(*token) for token in tokens]
         return outputs[0][:, :, None] if len(outputs) == 1 else torch.stack(outputs, dim=2)
 
-    def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int) -> None:
-        """Create a state for these tokens, unless the current one fits. ValueError if it does not fit but holds tokens.
-        """
+    def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int | None) -> None:
+        """Create a state for these tokens, unless the current one fits. ValueError if that one holds tokens."""
         sizes = {
             "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
             "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device,
@@ -199,53 +216,37 @@ class StateLayer(CacheLayerMixin):
         wanted = {"scaling": scaling, **sizes}
         if wanted == self._made:
             return
-        if seen:
+        if seen != 0:
             changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
                        if wanted[name] != self._made[name]]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
         self.state = self._state_class(replace(self._config, scale=scaling), **sizes)
+        if self.is_compileable and not torch.compiler.is_compiling():
+            for tensor in self.state._tensors():        # otherwise a compiler makes no CUDA graphs of steps
+                torch._dynamo.mark_static_address(tensor)
         self._made = wanted
 
-    def _spec(self, mask: object) -> MaskSpec:
-        """The mask as a MaskSpec; without a mask from the model, one for the mask given to the constructor."""
-        if isinstance(mask, MaskSpec):
-            return mask
-        if mask is None and self._mask is not None:
-            return MaskSpec(mask_function=causal_mask_function, attention_mask=None)
-        what = "no mask" if mask is None else f"a mask of its own ({type(mask).__name__})"
-        raise NotImplementedError(
-            f"the model passed {what} to attention: an evicting cache needs the padding as attention_mask [B, T]"
-        )
-
-    def _occupied(self, spec: MaskSpec, key: Tensor, seen: int) -> Tensor | None:
-        """The new tokens that are not padding, [B, Q] bool, by the masks of the model and of the constructor.
-
-        None without a mask. ValueError if the masks differ.
-        """
-        batch, _, count, _ = key.shape
-        given = spec.occupied(seen, count)
-        given = None if given is None else given.to(key.device)
-        if self._mask is None or self._mask.shape[1] <= seen:
-            return given
-        rows, total = self._mask.shape
-        if batch % rows or (seen == 0 and total < count):
-            raise ValueError(
-                f"the cache's attention_mask must be [B, T] with B = {batch} (or a divisor, for beams) and T at least "
-                f"{count}, got {(rows, total)}"
-            )
-        own = self._mask[:, seen:seen + count].to(key.device).repeat_interleave(batch // rows, dim=0)
-        own = torch.nn.functional.pad(own, (0, count - own.shape[1]), value=True)
-        if given is not None:
-            require(spec, "same", own == given, "the attention_mask given to the cache differs from the model's")
-        return own
-
     def get_seq_length(self) -> int:
-        """The number of tokens seen, padding included, from which transformers derives positions."""
+        """The number of tokens seen, padding included, from which transformers derives positions. In a compiled pass a
+        tensor, on the device; the first call after such passes synchronizes with the GPU."""
+        counted = self.counted
+        return self._on_host() if counted is None else counted[0]  # type: ignore[return-value]
+
+    def _on_host(self) -> int:
+        if not torch.compiler.is_compiling() and self._behind:
+            self._seen, self._behind = self.state.tokens_seen, False
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the mask, as if no token were evicted."""
-        return self._seen + query_length, 0
+        """(length, offset) of the mask, as if no token were evicted. `generate` asks before each compiled pass."""
+        if self._behind and not torch.compiler.is_compiling():
+            self.state._expect(query_length)
+        return query_length if self.uncounted else self._seen + query_length, 0
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether the host does not know the number of tokens without a synchronization."""
+        return self._begun and self.is_compileable if torch.compiler.is_compiling() else self._behind
 
     def get_max_length(self) -> int:
         """-1: the number of tokens is not limited."""
@@ -257,17 +258,18 @@ class StateLayer(CacheLayerMixin):
         covers, and after an interrupted pass.
         """
         covered = self._mask is not None and self._mask.shape[1] > seen
-        return None if seen == 0 or self._seen != seen or self._pending or covered else ()
+        return None if seen == 0 or self._on_host() != seen or self._pending or covered else ()
 
     def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | None:
         """Whether that pass's token is padding in no row: see `masks.no_padding`."""
-        return no_padding(mask, position_ids, self._mask, seen)
+        return masks.no_padding(mask, position_ids, self._mask, seen)
 
     def reset(self) -> None:
         """Forget every token. The state stays allocated for the next prompt of the same batch size."""
         if self.state is not None:
             self.state.reset()
         self._seen = self._pending = 0
+        self._begun = self._covered = self._behind = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]: beam_idx [B] int64, checked by the cache."""
@@ -321,7 +323,7 @@ class StateCache(Cache):
         if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             raise NotImplementedError(_SHARING)
         self.config = self._method_config(budget, options)
-        mask = _as_mask(attention_mask)
+        mask = masks.as_mask(attention_mask)
         layers = [
             self._layer(number, mask) if type(layer) is DynamicLayer else layer
             for number, layer in enumerate(DynamicCache(config=config).layers)
@@ -342,6 +344,19 @@ class StateCache(Cache):
         self._progress.enter(layer_idx)
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile decode steps. Its method for prompts, which asks the same, gets False:
+        compiled chunks are right, but their graphs reach the compiler's limit, and steps then have none."""
+        asks = None if torch.compiler.is_compiling() else sys._getframe(1).f_back
+        of_prompts = asks is not None and asks.f_code is _OF_PROMPTS
+        return not of_prompts and all(layer.is_compileable for layer in self.layers)  # PyTorch 2.11 compiles no super()
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The number of tokens before those of a pass, for its mask: see `StateLayer.get_mask_sizes`."""
+        layer = self.layers[layer_idx]
+        return 0 if isinstance(layer, StateLayer) and layer.uncounted else super().get_query_offset(layer_idx)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype. TypeError or ValueError for any other,
@@ -383,17 +398,3 @@ def _as_rows(beam_idx: object) -> Tensor:
     if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"beam_idx must have an integer dtype, got {index.dtype}")
     return index.to(torch.int64)
-
-
-def _as_mask(attention_mask: object) -> Tensor | None:
-    """Return an attention mask [B, T] as bool, or None."""
-    if attention_mask is None:
-        return None
-    if not isinstance(attention_mask, Tensor):
-        raise TypeError(f"attention_mask must be a torch.Tensor [B, T], got {type(attention_mask).__name__}")
-    if attention_mask.dim() != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
-        raise ValueError(
-            "attention_mask must be [B, T] of bools or integers, 0 for padding, "
-            f"got {tuple(attention_mask.shape)} of {attention_mask.dtype}"
-        )
-    return attention_mask.bool()

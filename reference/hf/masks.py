@@ -46,6 +46,12 @@ class MaskSpec:
     def __init__(self, **arguments: Any) -> None:
         self._arguments = arguments
         self._answers: dict[str, bool] = {}
+        #: Whether this is made before the pass is compiled, as `generate` does; it then has a token's mask as a tensor
+        #: of a fixed length.
+        self.ahead = not torch.compiler.is_compiling()
+        self._newest: Tensor | None = None
+        if self.ahead and self.given is not None and arguments.get("q_length") == 1:
+            self._newest = self.given[..., -1:].clone(memory_format=torch.contiguous_format)
 
     @cached_property
     def stock(self) -> Tensor | None:
@@ -69,26 +75,31 @@ class MaskSpec:
     def contiguous(self) -> MaskSpec:
         return self
 
-    def occupied(self, seen: int, count: int) -> Tensor | None:
+    def occupied(self, seen: int | None, count: int, counted: Tensor | None = None) -> Tensor | None:
         """The new tokens that are not padding, [B, count] bool, or None without an attention_mask.
 
-        seen: the number of earlier tokens. NotImplementedError for a mask that is not causal, ValueError for an
-        attention_mask of the wrong length.
+        seen: the number of earlier tokens; None in a compiled pass, where the tensor `counted` [1] has it.
+        NotImplementedError for a mask that is not causal, ValueError for an attention_mask of the wrong length. A
+        compiled pass checks the length on the device (see `require`), unless the mask was made ahead.
         """
         if self._arguments["mask_function"] is not causal_mask_function:
             raise NotImplementedError(
                 "this model's mask is not the causal one (sliding, bidirectional, packed...): kvtwin's attention "
                 "does not support it in a layer whose cache evicts"
             )
-        mask = self.given
+        ahead = seen is None and self.ahead and count == 1
+        mask = self._newest if ahead else self.given
         if mask is None:
             return None
-        if mask.dim() != 2 or mask.shape[1] != seen + count:
+        total = mask.shape[-1] if seen is None else seen + count
+        if mask.dim() != 2 or mask.shape[1] != total:
             raise ValueError(
-                f"attention_mask must be [B, {seen + count}] for the {seen} tokens that the cache has seen and the "
+                f"attention_mask must be [B, {total}] for the {total - count} tokens that the cache has seen and the "
                 f"{count} new ones, got {tuple(mask.shape)}. {_advice()}"
             )
-        return mask[:, seen:]
+        if counted is not None and not ahead:
+            require(self, "length", counted == total - count, "attention_mask has a wrong number of tokens")
+        return mask[:, total - count:]
 
     def all(self, what: str, true: Tensor) -> bool:
         """Whether all elements of the bool tensor `true` are True.
@@ -117,6 +128,20 @@ def make_mask(**arguments: Any) -> MaskSpec | Tensor | None:
     return MaskSpec(**arguments)
 
 
+def as_mask(attention_mask: object) -> Tensor | None:
+    """Return an attention mask [B, T] as bool, or None."""
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a torch.Tensor [B, T], got {type(attention_mask).__name__}")
+    if attention_mask.dim() != 2 or attention_mask.is_floating_point() or attention_mask.is_complex():
+        raise ValueError(
+            "attention_mask must be [B, T] of bools or integers, 0 for padding, "
+            f"got {tuple(attention_mask.shape)} of {attention_mask.dtype}"
+        )
+    return attention_mask.bool()
+
+
 def readable(tensor: Tensor) -> bool:
     """Whether a tensor's elements can be read: not while a graph is compiled or captured."""
     return not torch.compiler.is_compiling() and not capturing(tensor.device)
@@ -125,14 +150,74 @@ def readable(tensor: Tensor) -> bool:
 def require(spec: MaskSpec, what: str, true: Tensor, message: str) -> None:
     """ValueError unless all elements of the bool tensor `true` are True. what: see `MaskSpec.all`.
 
-    While a graph is compiled or captured, this becomes an assertion on the device: RuntimeError on the CPU; on CUDA the
-    message is printed, and the next call that synchronizes fails. The message is a constant of such a graph, so it must
-    not contain a number that changes.
+    While a graph is compiled or captured, this becomes an assertion on the device, once for each pass: RuntimeError on
+    the CPU; on CUDA the message is printed, and the next call that synchronizes fails. The message is a constant of the
+    graph, so it must not contain a number that changes.
     """
     if not readable(true):
-        torch._assert_async(true.all(), message)
+        if what not in spec._answers:
+            torch._assert_async(true.all(), message)
+            spec._answers[what] = True
     elif not spec.all(what, true):
         raise ValueError(message)
+
+
+def none_is_padding(spec: MaskSpec, occupied: Tensor | None) -> bool:
+    """Whether a pass of one token can be a step, because its tokens, occupied [B, 1], are padding in no row.
+
+    `generate` adds only tokens that are not: its compiled passes check this as `require` does. Other compiled passes
+    must do without the answer.
+    """
+    if occupied is None or readable(occupied):
+        return occupied is None or spec.all("tokens", occupied)
+    if not (spec.ahead and torch.compiler.is_compiling()):
+        return False
+    require(spec, "tokens", occupied, "a compiled step of generate has padding: call it with disable_compile=True")
+    return True
+
+
+def spec_of(mask: object, own: Tensor | None) -> MaskSpec:
+    """The mask of a pass as a MaskSpec; without a mask from the model, one for the cache's own, if it has one."""
+    if isinstance(mask, MaskSpec):
+        return mask
+    if mask is None and own is not None:
+        return MaskSpec(mask_function=causal_mask_function, attention_mask=None)
+    what = "no mask" if mask is None else f"a mask of its own ({type(mask).__name__})"
+    raise NotImplementedError(
+        f"the model passed {what} to attention: an evicting cache needs the padding as attention_mask [B, T]"
+    )
+
+
+def new_tokens(
+    spec: MaskSpec, own: Tensor | None, key: Tensor, seen: int | None, counted: Tensor | None
+) -> Tensor | None:
+    """The new tokens that are not padding, [B, Q] bool, by the masks of the model and of the cache; None without one.
+
+    own: the cache's mask [B, T]; seen, counted: as in `MaskSpec.occupied`. ValueError if the masks differ.
+    """
+    batch, _, count, _ = key.shape
+    given = spec.occupied(seen, count, counted)
+    given = None if given is None else given.to(key.device)
+    if own is None or (seen is not None and own.shape[1] <= seen):
+        return given
+    rows, total = own.shape
+    if batch % rows or (seen == 0 and total < count):
+        raise ValueError(
+            f"the cache's attention_mask must be [B, T] with B = {batch} (or a divisor, for beams) and T at least "
+            f"{count}, got {(rows, total)}"
+        )
+    own = own.to(key.device)
+    if seen is None:
+        assert counted is not None
+        place = torch.arange(count, device=key.device) + counted
+        own = torch.nn.functional.pad(own, (0, 1), value=True).index_select(1, place.clamp(max=total))
+    else:
+        own = own[:, seen:seen + count]
+        own = torch.nn.functional.pad(own, (0, count - own.shape[1]), value=True)
+    own = own.repeat_interleave(batch // rows, dim=0)
+    if given is not None:
+        require(spec, "same", own == given, "the attention_mask given to the cache differs from the model's")
+    return own
 
 
 def refuse_restart(spec: MaskSpec, position_ids: Tensor | None, mask: Tensor | None, seen: int) -> None:
@@ -163,6 +248,8 @@ def no_padding(mask: object, position_ids: Tensor | None, own: Tensor | None, se
     mask: the model's attention_mask, a MaskSpec or None. own: the cache's own mask. Like a forward pass, this reads the
     mask's newest elements on the host. ValueError as in `refuse_restart`.
     """
+    if isinstance(mask, dict) and len(mask) == 1:           # one for all layers, as `generate` makes them ahead
+        mask = next(iter(mask.values()))
     if isinstance(mask, MaskSpec):
         mask = mask.given
     if mask is None:

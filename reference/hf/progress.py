@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 NAME = "kvtwin"
+_INTERRUPTED = (
+    "the layers have seen different numbers of tokens{} because a forward pass was interrupted: call reset() on the "
+    "cache and pass all tokens again"
+)
 ACTIVATE = f'model.set_attn_implementation("{NAME}")'
 
 
@@ -39,6 +44,10 @@ class Progress:
         last = self._last
         if last is not None and last in self._evicting and self._layers[last].pending:
             raise self._unattended(last, number)
+        if torch.compiler.is_compiling() and any(self._layers[n].is_compileable for n in self._evicting):
+            self._compare_on_device(number)
+            self._last = number
+            return
         if last is None or number <= last:                                              # a new pass begins
             self._start = self._common_length()
         if number in self._counted and self._layers[number].get_seq_length() != self._start:
@@ -46,6 +55,14 @@ class Progress:
         if number == self._final:
             self._start = 0                 # no other layer will be compared with it in this pass
         self._last = number
+
+    def _compare_on_device(self, number: int) -> None:
+        """At the first layer of a compiled pass, whose number of tokens only the device has: an assertion that the
+        first and the last layer have seen the same number. After an interrupted pass they differ."""
+        if number == self._evicting[0]:
+            first, last = (self._layers[n].counted for n in (self._evicting[0], self._evicting[-1]))
+            if first is not None and last is not None and first is not last:
+                torch._assert_async((first == last).all(), _INTERRUPTED.format(""))
 
     def _common_length(self) -> int:
         """The number of tokens that the layers have seen. Layers without tokens do not count: a model may skip them."""
@@ -57,10 +74,7 @@ class Progress:
 
     def _interrupted(self) -> RuntimeError:
         seen = ", ".join(f"layer {number}: {self._layers[number].get_seq_length()}" for number in sorted(self._counted))
-        return RuntimeError(
-            f"the layers have seen different numbers of tokens ({seen}) because a forward pass was interrupted: call "
-            "reset() on the cache and pass all tokens again"
-        )
+        return RuntimeError(_INTERRUPTED.format(f" ({seen})"))
 
     def _unattended(self, last: int, number: int) -> RuntimeError:
         """The error for tokens that layer `last` got before layer `number`, but not its attention."""

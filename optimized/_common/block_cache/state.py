@@ -142,6 +142,10 @@ class BlockState(State):
         self._arguments = self._arguments_of_steps()
         self.reset()
 
+    @classmethod
+    def _compiles(cls, config: Any) -> bool:
+        return True
+
     def _arguments_of_steps(self) -> tuple[Any, ...]:
         """Those that are the same at every step: what `step.step` takes between `value` and `block_table`."""
         policy, (window_query, window_positions) = self._policy, self._window
