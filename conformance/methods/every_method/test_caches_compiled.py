@@ -66,7 +66,10 @@ def compiled() -> Iterator[Callable[..., tuple[Run, list[object], Any]]]:
                 lambda *args, **given: (graph if given["input_ids"].shape[1] == 1 else forward)(*args, **given)
             )
 
-        return lambda *args, **options: generated(*args, compile_config=config, **options), graphs, single
+        def run(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+            return generated(*args, compile_config=config, **{"disable_compile": False, **options})
+
+        return run, graphs, single
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                              # warnings of the compiler do not concern us
@@ -88,7 +91,7 @@ def check(name: str, model: Any, run: Run, graphs: list[object], inputs: dict[st
     assert cache.is_compileable
     for turn in range(3):
         given = shifted(inputs, turn % 2)
-        assert_equal(run(model, cache, given, new), generated(model, plain, given, new, disable_compile=True))
+        assert_equal(run(model, cache, given, new), generated(model, plain, given, new))
         assert_same_caches(counted(cache), plain)
         if turn == 0:
             cache.reset()
@@ -113,7 +116,7 @@ def test_inductor_generates_code_of_steps(name, model, device, compiled):
     """Inductor fuses the model's own operations, so that its logits are not bitwise equal. Its tokens are."""
     run, graphs, _ = compiled("inductor")
     inputs, cache, plain = prompts(9, [0, 2], device), make(name, model), make(name, model)
-    expected = generated(model, plain, inputs, 12, disable_compile=True)
+    expected = generated(model, plain, inputs, 12)
     assert_same(run(model, cache, inputs, 12)[0], expected[0], what="tokens")
     assert_same(cache.layers[0].state.positions, plain.layers[0].state.positions, what="positions")
     assert len(graphs) == 1
@@ -205,7 +208,7 @@ def test_chunks_of_prompts_are_not_compiled(model, device, compiled, monkeypatch
 def test_nothing_is_compiled_within_captured(model, device, graphs, compiled):
     run, made_graphs, _ = compiled()
     inputs = prompts(5, [0, 2], device)
-    expected = generated(model, h2o(model), inputs, 4, disable_compile=True)
+    expected = generated(model, h2o(model), inputs, 4)
     with captured(model) as steps:
         assert_equal(run(model, h2o(model), inputs, 4), expected)
     assert (steps.replays, steps.reasons, made_graphs) == (2, [], [])

@@ -74,9 +74,10 @@ def other(
 
 
 def _filled(model_class: Any, config: Any) -> Any:
-    """A model with weights of a large spread."""
+    """A model with weights of a large spread, whose steps `generate` does not compile on a GPU by itself."""
     with torch.random.fork_rng(devices=[]):
         made = model_class(config).eval()
+    made.generation_config.disable_compile = True
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for name, weight in made.named_parameters():
