@@ -269,6 +269,16 @@ def test_nothing_is_compiled_within_captured(model, device, graphs, compiled):
     assert "get_compiled_call" not in vars(model)
 
 
+def test_a_step_compiled_by_hand_within_captured_has_no_other_graph(model, device, graphs, compiled):
+    cache = h2o(model)
+    with captured(model) as steps, torch.no_grad():
+        feed(model, cache, [[3, 1, 4]])
+        graph = torch.compile(model.forward, fullgraph=True, backend="eager")
+        for _ in range(3):
+            graph(torch.tensor([[5]], device=device), past_key_values=cache)
+    assert (steps.replays, steps.eager, cache.get_seq_length()) == (0, 0, 6)
+
+
 @pytest.mark.parametrize("name", [name for name in FIRST if name not in COMPILEABLE])
 def test_other_caches_do_not_claim_it(name, model):
     assert not make(name, model).is_compileable
