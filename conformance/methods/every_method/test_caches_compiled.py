@@ -15,6 +15,7 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from transformers import CompileConfig
+from transformers.masking_utils import causal_mask_function
 
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.methods.every_method.test_caches_captured import (
@@ -150,6 +151,37 @@ def test_beams_samples_turns_and_chunks(options, model, device, compiled, monkey
         assert_equal(mine, other)
 
 
+def test_a_mask_for_the_constructor_covers_compiled_tokens(model, device, compiled):
+    """The mask ends with a token that is padding in a row. After reset(), the prompt is compiled too."""
+    graph, found = torch.compile(model.forward, fullgraph=True, backend="eager"), []
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]], device=device)
+    for forward in (model.forward, graph):
+        cache = hf.H2OCache(model.config, budget=6, block_size=4, attention_mask=mask)
+        for first in (model.forward, forward):
+            cache.reset()
+            with torch.no_grad():
+                first(torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]], device=device), past_key_values=cache)
+                for token in (5, 3, 5):
+                    forward(torch.full((2, 1), token, device=device), past_key_values=cache)
+            found.append(cache.layers[1].state.positions.clone())
+    for positions in found:
+        assert_same(positions, found[0], what="positions")
+
+
+def test_compiled_layers_heed_padding(model, device, compiled):
+    """With `layer.compile()`, the mask of any number of tokens is made before the graph, as `generate` makes a
+    step's."""
+    mask, found = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]], device=device), []
+    for compiles in (False, True):
+        cache = h2o(model)
+        feed(model, cache, [[3, 1, 4], [1, 5, 9]])
+        for layer in model.model.layers if compiles else ():
+            layer.compile(backend="eager")
+        feed(model, cache, [[2, 6], [5, 3]], attention_mask=mask)
+        found.append(cache.layers[1].state.positions)
+    assert_same(found[1], found[0], what="positions")
+
+
 def test_a_compiled_step_after_an_interrupted_one_is_refused(compiled):
     """On the CPU even if --kv-device is cuda: after a failed assertion on CUDA, the process cannot use the GPU."""
     if torch.cuda.is_available():
@@ -167,6 +199,25 @@ def test_a_compiled_step_after_an_interrupted_one_is_refused(compiled):
             model(torch.tensor([[5]]), past_key_values=cache)
 
 
+@pytest.mark.kind("bad_input")
+@pytest.mark.parametrize(("mask", "ahead", "wanted"), [
+    ([[1, 1, 1, 0]], True, "a compiled step of generate has padding"),
+    ([[1, 1, 1]], False, "attention_mask has a wrong number of tokens"),
+], ids=["padding", "length"])
+def test_a_compiled_step_refuses_a_wrong_mask(mask, ahead, wanted, compiled):
+    """On the CPU, as above."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels take no tensors of the CPU beside a GPU")
+    model, given = made("qwen3", torch.device("cpu")), torch.tensor(mask).bool()
+    cache = h2o(model)
+    feed(model, cache, [[3, 1, 4]])
+    if ahead:                                                       # as `generate` does
+        given = masks.make_mask(attention_mask=given, mask_function=causal_mask_function, q_length=1, kv_length=1)
+    graph = torch.compile(model.forward, fullgraph=True, backend="eager")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=wanted):
+        graph(torch.tensor([[5]]), attention_mask=given, past_key_values=cache)
+
+
 def test_room_is_counted_in_compiled_steps_and_behind_them(compiled):
     """On the CPU, as above."""
     if torch.cuda.is_available():
@@ -178,12 +229,15 @@ def test_room_is_counted_in_compiled_steps_and_behind_them(compiled):
         feed(model, cache, [[3, 1, 4]])
         for forward in (graph, graph, model):
             forward(token, past_key_values=cache)
+        assert not any(layer.state._behind for layer in cache.layers), "every plain step would synchronize"
         with pytest.raises(ValueError, match="max_tokens=6 is too small for 7 tokens"):
             model(token, past_key_values=cache)
         cache.reset()
         feed(model, cache, [[3, 1, 4, 1, 5]])
         graph(token, past_key_values=cache)
         assert not cache.layers[0].state._takes_a_step
+        with pytest.raises(ValueError, match="max_tokens=6 is too small for 7 tokens"):
+            cache.layers[1].state.step(*(torch.zeros(1, heads, 16) for heads in (4, 2, 2)))
         with pytest.raises(RuntimeError, match="max_tokens=6 is too small"):
             graph(token, past_key_values=cache)
 
@@ -213,6 +267,16 @@ def test_nothing_is_compiled_within_captured(model, device, graphs, compiled):
         assert_equal(run(model, h2o(model), inputs, 4), expected)
     assert (steps.replays, steps.reasons, made_graphs) == (2, [], [])
     assert "get_compiled_call" not in vars(model)
+
+
+def test_a_step_compiled_by_hand_within_captured_has_no_other_graph(model, device, graphs, compiled):
+    cache = h2o(model)
+    with captured(model) as steps, torch.no_grad():
+        feed(model, cache, [[3, 1, 4]])
+        graph = torch.compile(model.forward, fullgraph=True, backend="eager")
+        for _ in range(3):
+            graph(torch.tensor([[5]], device=device), past_key_values=cache)
+    assert (steps.replays, steps.eager, cache.get_seq_length()) == (0, 0, 6)
 
 
 @pytest.mark.parametrize("name", [name for name in FIRST if name not in COMPILEABLE])
