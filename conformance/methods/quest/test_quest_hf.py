@@ -13,7 +13,8 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance.methods.support import tiny_models
-from kvtwin.conformance.methods.support.hf_cases import Loop, check_against_loops
+from kvtwin.conformance.methods.support.hf_cases import check_against_loops
+from kvtwin.conformance.methods.support.hf_loops import Loop
 from kvtwin.conformance.methods.support.tiny_models import generate, prompts
 from kvtwin.reference.baselines.quest import QuestConfig, QuestState
 from kvtwin.reference.hf.cache_adapter_selecting import SelectingCache

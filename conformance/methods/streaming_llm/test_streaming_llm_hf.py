@@ -12,7 +12,8 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance.methods.support import tiny_models
-from kvtwin.conformance.methods.support.hf_cases import F64, StateLoop, check_against_loop, feed
+from kvtwin.conformance.methods.support.hf_cases import check_against_loop, feed
+from kvtwin.conformance.methods.support.hf_loops import F64, StateLoop
 from kvtwin.conformance.methods.support.tiny_models import FAMILIES, cache_class, generate, prompts
 from kvtwin.reference.hf.rotation import frequencies, unrotated
 
