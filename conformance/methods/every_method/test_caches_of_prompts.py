@@ -44,6 +44,13 @@ ROWS = {
         lambda states: [(int(state.keys_quantized[0]), int(state.values_quantized[0])) for state in states],
         ([(16, 12)] * 2, [(0, 0)] * 2),
     ),
+    # 17 tokens: of budgets of 16 and 5 bits, the second shrinks to 8 and 4 bits.
+    "pm_kvq": Row(
+        {"group": 4, "max_tokens": 24}, {"window": 4, "bits": [16, 5]}, {"window": 24, "bits": 16},
+        (9, [0, 0], 8), ("tokens_quantized", "width"),
+        lambda states: [(int(state.tokens_quantized[0]), state.width) for state in states],
+        ([(12, 16), (12, 4)], [(0, 16)] * 2), ({"bits": 16}, {"bits": 5}),
+    ),
 }
 every_row = pytest.mark.parametrize("method", ROWS)
 
@@ -132,6 +139,11 @@ def fitting(model: Any, inputs: dict[str, Tensor], new: int, used: Any) -> Tenso
 NO_BUDGET = "budget is not an option here: the cache evicts no token"
 WRONG = {
     "kivi-budget": ({"budget": 8}, TypeError, NO_BUDGET),
+    "pm_kvq-budget": ({"bits": 5, "budget": 8}, TypeError, NO_BUDGET),
+    "pm_kvq-bits-of-three-layers": (
+        {"bits": [4.0] * 3}, ValueError, "bits needs one number per layer: expected 2, got 3",
+    ),
+    "pm_kvq-few-bits": ({"bits": [16, 1]}, ValueError, "bits = 1 is too small for max_tokens = 24"),
 }
 
 
