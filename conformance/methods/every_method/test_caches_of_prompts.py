@@ -51,6 +51,11 @@ ROWS = {
         lambda states: [(int(state.tokens_quantized[0]), state.width) for state in states],
         ([(12, 16), (12, 4)], [(0, 16)] * 2), ({"bits": 16}, {"bits": 5}),
     ),
+    "quest": Row(
+        {"page_size": 2, "max_tokens": 40}, {"budget": 4, "skip_layers": 1}, {"budget": 40}, (9, [0, 2], 5),
+        ("selected",), lambda states: [state.selected.shape[2] for state in states], ([20, 2], [20, 20]),
+        ({"budget": 40}, {}),
+    ),
 }
 every_row = pytest.mark.parametrize("method", ROWS)
 
@@ -144,6 +149,8 @@ WRONG = {
         {"bits": [4.0] * 3}, ValueError, "bits needs one number per layer: expected 2, got 3",
     ),
     "pm_kvq-few-bits": ({"bits": [16, 1]}, ValueError, "bits = 1 is too small for max_tokens = 24"),
+    "quest-negative-layers": ({"budget": 4, "skip_layers": -1}, ValueError, "skip_layers must be at least 0, got -1"),
+    "quest-float-layers": ({"budget": 4, "skip_layers": 1.0}, TypeError, "skip_layers must be an int, got float"),
 }
 
 
@@ -155,3 +162,8 @@ WRONG = {
 def test_wrong_options(method, options, error, says, side):
     with pytest.raises(error, match=f"^{says}"):
         own_cache(side, method)(tiny_models.model("llama").config, **ROWS[method].options | options)
+
+
+@both_sides
+def test_two_layers_of_quest_attend_to_all_tokens_unless_told_otherwise(side):
+    assert own_cache(side, "quest")(tiny_models.model("llama").config, budget=4).skip_layers == 2
