@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance.methods.support import tiny_models
-from kvtwin.conformance.methods.support.hf_cases import check_against_loops, own_cache
+from kvtwin.conformance.methods.support.hf_cases import check_against_loops, fits, own_cache
 from kvtwin.conformance.methods.support.hf_loops import F64, PromptLoop, sizes
 from kvtwin.conformance.methods.support.tiny_models import cache_class, generate, prompts
 
@@ -55,6 +54,10 @@ ROWS = {
         {"page_size": 2, "max_tokens": 40}, {"budget": 4, "skip_layers": 1}, {"budget": 40}, (9, [0, 2], 5),
         ("selected",), lambda states: [state.selected.shape[2] for state in states], ([20, 2], [20, 20]),
         ({"budget": 40}, {}),
+    ),
+    "cake": Row(
+        {"window": 2, "kernel_size": 3}, {"budget": 5}, {"budget": 20}, (13, [0, 2], 4), ("budgets",),
+        lambda states: sum(state.budgets for state in states).tolist(), ([6, 6], [36, 36]),
     ),
 }
 every_row = pytest.mark.parametrize("method", ROWS)
@@ -128,17 +131,10 @@ def test_with_room_for_all_tokens_generation_is_that_of_the_model(family, option
     model, inputs = tiny_models.model(family, torch.float32, device, **small, **options), prompts(5, [0, 2], device)
     expected = generate(model, inputs, 4)
     used = cache_of(twins, side, method, model, **ROWS[method].exact)
-    assert torch.equal(fitting(model, inputs, 4, used), expected)
+    with fits():
+        assert torch.equal(generate(model, inputs, 4, past_key_values=used), expected)
     assert len(states(used)) == 2
     assert ROWS[method].shown(states(used)) == ROWS[method].after[1]
-
-
-def fitting(model: Any, inputs: dict[str, Tensor], new: int, used: Any) -> Tensor:
-    """The tokens that are generated. The states must fit them."""
-    try:
-        return generate(model, inputs, new, past_key_values=used)
-    except ValueError as error:
-        pytest.fail(str(error))
 
 
 NO_BUDGET = "budget is not an option here: the cache evicts no token"

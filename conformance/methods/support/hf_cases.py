@@ -9,7 +9,8 @@ has `append_block`. Needs transformers.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -125,6 +126,15 @@ def feed(model: Any, cache: Any, ids: Any = (3, 1, 4), **options: Any) -> None:
     """Run one forward pass over one row."""
     with torch.no_grad():
         model(torch.tensor([list(ids)], device=model.device), past_key_values=cache, **options)
+
+
+@contextmanager
+def fits() -> Iterator[None]:
+    """The states of a cache must fit the tokens: a ValueError is a failure."""
+    try:
+        yield
+    except ValueError as error:
+        pytest.fail(str(error))
 
 
 def check_second_turn_in_chunks(model: Any, cache: Any, masked: bool) -> None:

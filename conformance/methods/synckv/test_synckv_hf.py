@@ -169,16 +169,6 @@ def test_beams_are_reordered(twins, device):
     assert any(index != sorted(index) for index in moves)
 
 
-def test_a_copy_is_a_cache_of_its_own(twins, device):
-    model = tiny_models.model("llama", F64, device)
-    used = cache_of(twins, "reference", model)
-    feed(model, used)
-    twin = copy.deepcopy(used)
-    feed(model, used, [5])
-    assert (twin.get_seq_length(), used.get_seq_length()) == (3, 4)
-    assert twin.layers[0].state.tokens_seen == 3
-
-
 def test_heads_are_in_runs_unless_clusters_are_given(twins):
     for side in ("reference", "optimized"):
         used = importlib.import_module(f"kvtwin.{side}.hf").SyncKVCache(tiny_models.model("llama").config, k=3)
