@@ -40,7 +40,6 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "pm-kvq-by-layer": ("PMKVQ", {**PMKVQ, "bits": [5, 6]}),
     "quest": ("Quest", {"budget": 8, "page_size": 4, "skip_layers": 1, **LONG}),
     "cake": ("CAKE", {"budget": 5, "window": 2}),
-    "streaming_llm-rotated": ("StreamingLLM", {"budget": 6, "block_size": 4, "rerotate_keys": True}),
     **{
         f"{pair.name}-{name.replace(' ', '-')}": (pair.state.__name__.removesuffix("State"), options)
         for pair in discovery.built_in() if pair.state is not None

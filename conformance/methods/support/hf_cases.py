@@ -159,7 +159,7 @@ class BlockCacheTests:
     """Tests of NAMECache on both sides; test_caches.py makes a subclass for each method."""
 
     method: ClassVar[str]
-    # Options with small budgets. Tests that need one config use the first.
+    # Options with small budgets. The interpreter runs the kernels of the first alone, unless all tests run.
     small: ClassVar[dict[str, dict[str, Any]]]
     # Further options that the constructor refuses: (options, error, message).
     refused: ClassVar[list[tuple[dict[str, Any], type[Exception], str]]] = []
@@ -167,6 +167,10 @@ class BlockCacheTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "small_options" in metafunc.fixturenames:
             metafunc.parametrize("small_options", self.small.values(), ids=self.small)
+        if "kernel_options" in metafunc.fixturenames:
+            first, *others = self.small.values()
+            slow = (pytest.param(options, marks=pytest.mark.slow_on_cpu) for options in others)
+            metafunc.parametrize("kernel_options", [first, *slow], ids=self.small)
 
     def cache(self, twins: Any, side: str, model: Any, **options: Any) -> Any:
         """A cache whose options allow small budgets."""
@@ -213,9 +217,11 @@ class BlockCacheTests:
         make = self._loop(model, used.config)
         check_against_loop(make, model, used, prompts(11, [0, 2, 7], device), 8, chunk=chunk)
 
-    def test_small_budget_on_the_optimized_side_matches_the_decode_loop(self, twins: Any, device: torch.device) -> None:
+    def test_small_budget_on_the_optimized_side_matches_the_decode_loop(
+        self, twins: Any, device: torch.device, kernel_options: dict[str, Any]
+    ) -> None:
         model = tiny_models.model("qwen3", torch.float32, device)
-        used = self.cache(twins, "optimized", model, **next(iter(self.small.values())))
+        used = self.cache(twins, "optimized", model, **kernel_options)
         make, steps = self._loop(model, used.config), 3 if device.type == "cpu" else 30
         check_against_loop(make, model, used, prompts(7, [0, 2], device), steps, chunk=4)
 

@@ -109,6 +109,7 @@ class StateLoop(Loop):
         pair = checkers.pair(method)
         assert pair.state is not None
         self.states = [pair.state(config, **sizes(model)) for _ in model.model.layers]
+        self._rotates = getattr(config, "inv_freq", None) is not None
         self._valid = torch.empty(0, dtype=torch.bool)
 
     def feed(self, ids: list[int], valid: list[bool]) -> Tensor | None:
@@ -129,6 +130,9 @@ class StateLoop(Loop):
 
         output = self.states[number].append_block(*map(with_padding, (query, key, value)), self._valid[None])
         return output[0].transpose(0, 1)[self._valid]
+
+    def rotate(self, x: Tensor, places: Tensor) -> Tensor:
+        return x if self._rotates else super().rotate(x, places)                    # the states do
 
     def alive(self) -> list[list[list[int]]]:
         return [[cached(head) for head in state.positions[0].tolist()] for state in self.states]
