@@ -48,18 +48,6 @@ class Golden(NamedTuple):
         made = getattr(checkers.module(side, pair), pair.state.__name__)
         return made(pair.config(**about["config"]), **block_traces.sizes(tensors)), tensors
 
-    def check_the_reference_repeats(self, side: Any, case: str) -> None:
-        """All steps in float64: codes, scales and minima are equal, outputs are within the tolerance of `--check`."""
-        about = self.cases[case]
-        state, tensors = self.started(side, case, torch.device("cpu"), torch.float64)
-        for name, tensor in self.recorder.record_case(tensors, about["prompt"], state.config).items():
-            stored = self.trace.tensors[f"{case}.{name}"]
-            if name == "output":
-                allowed = self.recorder.tolerance(self.capture, about)
-                assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
-            else:
-                assert_same(tensor, stored, what=name)
-
     def follow(self, case: str, twins: Any, device: torch.device) -> None:
         """A bfloat16 state under test, step by step, and what it holds at the end."""
         about = self.cases[case]

@@ -32,6 +32,7 @@ DEFAULTS = {"sinks": 4, "inv_freq": None, "block_size": 128, "scale": None}
 SAME = ("sinks",)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
+    "rotated": {"budget": 5, "block_size": 4, "sinks": 2, "rerotate_keys": True},
     "a sink": {"budget": 6, "block_size": 4, "sinks": 1},
     "sinks": {"budget": 5, "block_size": 3, "sinks": 4},
     "no sinks": {"budget": 4, "block_size": 7, "sinks": 0},

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.methods.support.hf_cases import Loop, check_against_loops
+from kvtwin.conformance.methods.support.hf_cases import check_against_loops
+from kvtwin.conformance.methods.support.hf_loops import Loop
 from kvtwin.reference.epikv import hidden_change, kv_variance, rolling_mean, rolling_zscore, score, select
 
 F64 = torch.float64

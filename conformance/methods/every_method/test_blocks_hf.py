@@ -14,7 +14,8 @@ pytest.importorskip("transformers", reason="needs transformers: python -m pip in
 from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers
 from kvtwin.conformance.methods.support import tiny_models
-from kvtwin.conformance.methods.support.hf_cases import F64, StateLoop, cuts
+from kvtwin.conformance.methods.support.hf_cases import cuts
+from kvtwin.conformance.methods.support.hf_loops import F64, StateLoop
 from kvtwin.conformance.methods.support.tiny_models import cache_class, generate, prompts
 from kvtwin.reference.blocks import BlockConfig
 from kvtwin.reference.hf import H2OCache, LongFlowCache, masks

@@ -39,8 +39,7 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "pm-kvq": ("PMKVQ", PMKVQ),
     "pm-kvq-by-layer": ("PMKVQ", {**PMKVQ, "bits": [5, 6]}),
     "quest": ("Quest", {"budget": 8, "page_size": 4, "skip_layers": 1, **LONG}),
-    "cake": ("CAKE", {"budget": 6, "window": 4}),
-    "streaming_llm-rotated": ("StreamingLLM", {"budget": 6, "block_size": 4, "rerotate_keys": True}),
+    "cake": ("CAKE", {"budget": 5, "window": 2}),
     **{
         f"{pair.name}-{name.replace(' ', '-')}": (pair.state.__name__.removesuffix("State"), options)
         for pair in discovery.built_in() if pair.state is not None
@@ -55,9 +54,9 @@ for _kind, _ in CACHES.values():
 SCHEDULE = {"may_replay", "reset_last"}
 
 
-def make(name: str, model: Any) -> Any:
+def make(name: str, model: Any, side: Any = hf) -> Any:
     kind, options = CACHES[name]
-    return getattr(hf, f"{kind}Cache")(model if kind == "EpiKV" else model.config, **options)
+    return getattr(side, f"{kind}Cache")(model if kind == "EpiKV" else model.config, **options)
 
 
 def generated(model: Any, cache: Any, inputs: dict[str, Tensor], new: int, **options: Any) -> tuple[Tensor, ...]:

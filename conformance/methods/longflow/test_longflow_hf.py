@@ -85,18 +85,6 @@ def test_full_budget_after_a_prompt_of_one_token(cache, device):
     assert torch.equal(generate(model, inputs, 4, past_key_values=cache(model.config, budget=5)), expected)
 
 
-def test_a_cache_is_new_after_a_reset(cache, device):
-    model, inputs = tiny_models.model("qwen3", device=device), prompts(5, [0, 3], device)
-    model.set_attn_implementation("kvtwin")
-    used = cache(model.config, budget=4, window=2)
-    expected = generate(model, inputs, 2, past_key_values=used)
-    one_row = {name: tensor[:1] for name, tensor in inputs.items()}
-    for rows, some in ((2, inputs), (1, one_row)):                                # the same batch size, and another one
-        used.reset()
-        assert used.get_seq_length() == 0
-        assert torch.equal(generate(model, some, 2, past_key_values=used), expected[:rows])
-
-
 @pytest.mark.parametrize("chunk", [3, 7, 10])
 def test_full_budget_in_chunks(twins, device, chunk):
     model, inputs = tiny_models.model("qwen3", device=device), prompts(9, [0, 3], device)

@@ -1,4 +1,7 @@
-"""StreamingLLMCache(rerotate_keys=True) in models of transformers: tokens are rotated by their places in the cache."""
+"""StreamingLLMCache(rerotate_keys=True) in models of transformers: tokens are rotated by their places in the cache.
+
+That a generation is the decode loop's is a row of the checker's CACHES.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance.methods.support import tiny_models
-from kvtwin.conformance.methods.support.hf_cases import F64, StateLoop, check_against_loop, feed
+from kvtwin.conformance.methods.support.hf_cases import feed
+from kvtwin.conformance.methods.support.hf_loops import F64
 from kvtwin.conformance.methods.support.tiny_models import FAMILIES, cache_class, generate, prompts
 from kvtwin.reference.hf.rotation import frequencies, unrotated
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.whole]
 
 
-class PlaceLoop(StateLoop):
-    """A loop that does not rotate: its states do."""
-
-    def rotate(self, x: Tensor, places: Tensor) -> Tensor:
-        return x
-
-
 def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:
     model.set_attn_implementation("kvtwin")
     return cache_class(twins, side, "streaming_llm")(model.config, **{"sinks": 1, "rerotate_keys": True, **options})
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk", [0, 3])
-def test_generation_matches_the_decode_loop(family, chunk, twins, device):
-    """Left padding, and a prompt that is longer than the budget."""
-    model = tiny_models.model(family, F64, device)
-    used = cache_of(twins, "reference", model, budget=5, block_size=4, sinks=2)
-    make = lambda: PlaceLoop(model, "streaming_llm", used.config)  # noqa: E731
-    check_against_loop(make, model, used, prompts(11, [0, 2, 7], device), 8, chunk=chunk)
-
-
-def test_generation_on_the_optimized_side_matches_the_decode_loop(twins, device):
-    model = tiny_models.model("qwen3", torch.float32, device)
-    used = cache_of(twins, "optimized", model, budget=5, block_size=4)
-    make = lambda: PlaceLoop(model, "streaming_llm", used.config)  # noqa: E731
-    check_against_loop(make, model, used, prompts(7, [0, 2], device), 3, chunk=4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,5 +1,5 @@
-"""Shared parts of the tests of `kvtwin.*.hf`: a float64 decoder independent of transformers, and the tests of all
-methods whose State has `append_block`. Needs transformers.
+"""Shared parts of the tests of `kvtwin.*.hf`: comparison with a decode loop, and the tests of all methods whose State
+has `append_block`. Needs transformers.
 
     class TestH2OCache(BlockCacheTests):
         method = "h2o"
@@ -9,7 +9,8 @@ methods whose State has `append_block`. Needs transformers.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import pytest
@@ -20,120 +21,11 @@ from transformers import DynamicCache
 
 from ...judge import checkers
 from . import tiny_models
+from .hf_loops import F64, Loop, StateLoop, cached
 from .tiny_models import cache_class, generate, prompts
 
-F64 = torch.float64
 # Whether transformers starts prefill_chunk_size at token 0 of a cache that is not empty, which is wrong for all caches.
 STARTS_AT_0 = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 21)
-
-
-# A decoder without transformers --------------------------------------------------------------------------------------
-
-
-class Loop:
-    """A decoder of one row in float64. It reads the model's weights; transformers computes nothing here.
-
-    `attend` implements the cache; `alive` returns the cached tokens by their index in the row, padding included.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.seen = 0                                                               # tokens so far, without padding
-
-    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The new tokens' attention in a layer: query [Q, Hq, D]; key, value [Q, Hkv, D] -> [Q, Hq, D]."""
-        raise NotImplementedError
-
-    def alive(self) -> list[list[list[int]]]:
-        """[layer][KV head] -> indices, ascending."""
-        raise NotImplementedError
-
-    def feed(self, ids: list[int], valid: list[bool]) -> Tensor | None:
-        """The logits [V] after these tokens. `valid` is False for padding; None if all tokens are padding."""
-        ids = [token for token, is_valid in zip(ids, valid, strict=True) if is_valid]
-        return self.forward(ids) if ids else None
-
-    @torch.no_grad()
-    def forward(self, ids: list[int]) -> Tensor:
-        model = self.model.model
-        x = model.embed_tokens.weight.to("cpu", F64)[ids]                           # [Q, C]
-        places = torch.arange(self.seen, self.seen + len(ids))
-        for number, layer in enumerate(model.layers):
-            attention, normed = layer.self_attn, self.norm(x, layer.input_layernorm)
-            query = self.rotate(self.heads(normed, attention, "q"), places)         # [Q, Hq, D]
-            key = self.rotate(self.heads(normed, attention, "k"), places)           # [Q, Hkv, D]
-            output = self.attend(number, query, key, self.heads(normed, attention, "v"))
-            x = x + self.linear(output.flatten(1), attention.o_proj)
-            normed = self.norm(x, layer.post_attention_layernorm)
-            gate = torch.nn.functional.silu(self.linear(normed, layer.mlp.gate_proj))
-            x = x + self.linear(gate * self.linear(normed, layer.mlp.up_proj), layer.mlp.down_proj)
-        self.seen += len(ids)
-        return self.linear(self.norm(x[-1], model.norm), self.model.lm_head)
-
-    def linear(self, x: Tensor, module: Any) -> Tensor:
-        y = x @ module.weight.to("cpu", F64).T
-        return y if module.bias is None else y + module.bias.to("cpu", F64)
-
-    def norm(self, x: Tensor, module: Any) -> Tensor:
-        square = (x * x).mean(-1, keepdim=True) + self.model.config.rms_norm_eps
-        return x / square.sqrt() * module.weight.to("cpu", F64)
-
-    def heads(self, x: Tensor, attention: Any, which: str) -> Tensor:
-        """[Q, C] -> [Q, H, D]"""
-        y = self.linear(x, getattr(attention, f"{which}_proj")).unflatten(-1, (-1, attention.head_dim))
-        norm = getattr(attention, f"{which}_norm", None)
-        return y if norm is None else self.norm(y, norm)
-
-    def rotate(self, x: Tensor, places: Tensor) -> Tensor:
-        """Rotary embedding of [Q, H, D]: rotates the pair (d, d + D/2) by place * theta ** (-2d / D)."""
-        half = x.shape[-1] // 2
-        theta = self.model.config.rope_parameters["rope_theta"]
-        angle = places[:, None, None] * theta ** (-torch.arange(half, dtype=F64) / half)
-        one, other = x[..., :half], x[..., half:]
-        return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
-
-
-class StateLoop(Loop):
-    """A loop with a reference State per layer, fed block by block. Padding is NaN."""
-
-    def __init__(self, model: Any, method: str, config: Any) -> None:
-        super().__init__(model)
-        pair, sizes = checkers.pair(method), model.config
-        assert pair.state is not None
-        self.states = [
-            pair.state(
-                config, batch=1, query_heads=sizes.num_attention_heads, key_value_heads=sizes.num_key_value_heads,
-                head_dim=model.model.layers[0].self_attn.head_dim, dtype=F64, device="cpu",
-            )
-            for _ in model.model.layers
-        ]
-        self._valid = torch.empty(0, dtype=torch.bool)
-
-    def feed(self, ids: list[int], valid: list[bool]) -> Tensor | None:
-        self._valid = torch.tensor(valid)
-        if any(valid):
-            return super().feed(ids, valid)
-        for number, state in enumerate(self.states):
-            _, query_heads, heads, _, head_dim = state.sizes
-            none = torch.empty(0, heads, head_dim, dtype=F64)
-            self.attend(number, torch.empty(0, query_heads, head_dim, dtype=F64), none, none)
-        return None
-
-    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        def with_padding(tensor: Tensor) -> Tensor:
-            whole = torch.full((len(self._valid), *tensor.shape[1:]), torch.nan, dtype=F64)
-            whole[self._valid] = tensor
-            return whole.transpose(0, 1)[None]                                      # [1, H, Q, D]
-
-        output = self.states[number].append_block(*map(with_padding, (query, key, value)), self._valid[None])
-        return output[0].transpose(0, 1)[self._valid]
-
-    def alive(self) -> list[list[list[int]]]:
-        return [[_cached(head) for head in state.positions[0].tolist()] for state in self.states]
-
-
-def _cached(positions: list[int]) -> list[int]:
-    return sorted(position for position in positions if position >= 0)
 
 
 # Comparison with transformers ----------------------------------------------------------------------------------------
@@ -149,7 +41,7 @@ def watch(model: Any, cache: Any) -> list[list[list[list[list[int]]]]]:
             positions, heads = layer.state.positions, layer.state.key.shape[1]
             assert layer.state.key.shape[2] == positions.shape[-1] == _capacity(cache.config) + _block(cache.config)
             rows = positions.tolist() if positions.dim() == 3 else [[row] * heads for row in positions.tolist()]
-            layers.append([[_cached(head) for head in row] for row in rows])
+            layers.append([[cached(head) for head in row] for row in rows])
             most = max(len(head) for row in layers[-1] for head in row)
             room = _capacity(cache.config)
             assert most <= room, f"expected at most {room} cached tokens, got {most}"
@@ -236,6 +128,15 @@ def feed(model: Any, cache: Any, ids: Any = (3, 1, 4), **options: Any) -> None:
         model(torch.tensor([list(ids)], device=model.device), past_key_values=cache, **options)
 
 
+@contextmanager
+def fits() -> Iterator[None]:
+    """The states of a cache must fit the tokens: a ValueError is a failure."""
+    try:
+        yield
+    except ValueError as error:
+        pytest.fail(str(error))
+
+
 def check_second_turn_in_chunks(model: Any, cache: Any, masked: bool) -> None:
     """A second turn in chunks, below the budget: the stock model's tokens, or refused if transformers is wrong."""
     first = model.generate(**prompts(5, [0]), past_key_values=cache, max_new_tokens=4)
@@ -258,7 +159,7 @@ class BlockCacheTests:
     """Tests of NAMECache on both sides; test_caches.py makes a subclass for each method."""
 
     method: ClassVar[str]
-    # Options with small budgets. Tests that need one config use the first.
+    # Options with small budgets. The interpreter runs the kernels of the first alone, unless all tests run.
     small: ClassVar[dict[str, dict[str, Any]]]
     # Further options that the constructor refuses: (options, error, message).
     refused: ClassVar[list[tuple[dict[str, Any], type[Exception], str]]] = []
@@ -266,6 +167,10 @@ class BlockCacheTests:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "small_options" in metafunc.fixturenames:
             metafunc.parametrize("small_options", self.small.values(), ids=self.small)
+        if "kernel_options" in metafunc.fixturenames:
+            first, *others = self.small.values()
+            slow = (pytest.param(options, marks=pytest.mark.slow_on_cpu) for options in others)
+            metafunc.parametrize("kernel_options", [first, *slow], ids=self.small)
 
     def cache(self, twins: Any, side: str, model: Any, **options: Any) -> Any:
         """A cache whose options allow small budgets."""
@@ -312,9 +217,11 @@ class BlockCacheTests:
         make = self._loop(model, used.config)
         check_against_loop(make, model, used, prompts(11, [0, 2, 7], device), 8, chunk=chunk)
 
-    def test_small_budget_on_the_optimized_side_matches_the_decode_loop(self, twins: Any, device: torch.device) -> None:
+    def test_small_budget_on_the_optimized_side_matches_the_decode_loop(
+        self, twins: Any, device: torch.device, kernel_options: dict[str, Any]
+    ) -> None:
         model = tiny_models.model("qwen3", torch.float32, device)
-        used = self.cache(twins, "optimized", model, **next(iter(self.small.values())))
+        used = self.cache(twins, "optimized", model, **kernel_options)
         make, steps = self._loop(model, used.config), 3 if device.type == "cpu" else 30
         check_against_loop(make, model, used, prompts(7, [0, 2], device), steps, chunk=4)
 
@@ -346,7 +253,7 @@ class BlockCacheTests:
     def test_options(self) -> None:
         model = tiny_models.model("llama")
         for side in ("reference", "optimized"):
-            made = _ours(side, self.method)
+            made = own_cache(side, self.method)
             refusals: list[tuple[dict[str, Any], type[Exception], str]] = [
                 ({}, TypeError, "budget"),
                 ({"budget": 0}, ValueError, "budget must be at least 1"),
@@ -392,10 +299,10 @@ class BlockCacheTests:
 
 
 def _made(side: str, method: str, model: Any) -> Any:
-    return _ours(side, method)(model.config, budget=40, **checkers.required(method))
+    return own_cache(side, method)(model.config, budget=40, **checkers.required(method))
 
 
-def _ours(side: str, method: str) -> Any:
+def own_cache(side: str, method: str) -> Any:
     """Our own cache of a method, whatever implementation is under test."""
     pair = checkers.pair(method)
     assert pair.state is not None

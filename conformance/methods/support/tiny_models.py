@@ -108,8 +108,15 @@ def cache_class(twins: Any, side: str, method: str = "longflow") -> type[StateCa
     assert pair.config is not None
     assert pair.state is not None
     name = f"{pair.state.__name__.removesuffix('State')}Cache"
-    state = getattr(checkers.module(getattr(twins, side), pair), pair.state.__name__)
-    if state.__module__.startswith(f"kvtwin.{side}."):
-        found: type[StateCache] = getattr(importlib.import_module(f"kvtwin.{side}.hf"), name)
+    module = checkers.module(getattr(twins, side), pair)
+    state = getattr(module, pair.state.__name__)
+    ours = state.__module__.startswith(f"kvtwin.{side}.")
+    found: type[StateCache] = StateCache
+    if ours or not pair.takes_blocks:
+        found = getattr(importlib.import_module(f"kvtwin.{side}.hf"), name)
+    if ours:
         return found
-    return type(name, (StateCache,), {"Config": pair.config, "State": state})
+    parts = {"Config": pair.config, "State": state}
+    if hasattr(found, "Cascade"):
+        parts["Cascade"] = getattr(module, found.Cascade.__name__)
+    return type(name, (found,), parts)

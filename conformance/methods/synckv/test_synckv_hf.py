@@ -16,7 +16,8 @@ from torch import Tensor
 pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
 
 from kvtwin.conformance.methods.support import tiny_models
-from kvtwin.conformance.methods.support.hf_cases import Loop, check_against_loops, feed
+from kvtwin.conformance.methods.support.hf_cases import check_against_loops, feed
+from kvtwin.conformance.methods.support.hf_loops import PromptLoop, sizes
 from kvtwin.conformance.methods.support.tiny_models import generate, prompts
 from kvtwin.reference.attention import logits
 from kvtwin.reference.hf.cache_adapter_synckv import SyncCache, layer_similarities, watching
@@ -40,27 +41,16 @@ def cache_of(twins: Any, side: str, model: Any, **options: Any) -> Any:
     return made(model.config, **{**SMALL, **options})
 
 
-class SyncLoop(Loop):
+class SyncLoop(PromptLoop):
     """A row without its padding, with one state per layer."""
 
     def __init__(
         self, model: Any, config: SyncKVConfig, clusters: tuple[HeadClusters, ...], phases: Sequence[int]
     ) -> None:
-        super().__init__(model)
-        sizes = model.config
-        self.states = [
-            SyncKVState(
-                replace(config, phase=phase), one, batch=1, query_heads=sizes.num_attention_heads,
-                key_value_heads=sizes.num_key_value_heads,
-                head_dim=model.model.layers[0].self_attn.head_dim, dtype=F64, device="cpu",
-            ) for one, phase in zip(clusters, phases, strict=True)
-        ]
-
-    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        tokens = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]           # [1, H, Q, D]
-        if self.seen == 0:
-            return self.states[number].prefill(*tokens)[0].transpose(0, 1)
-        return self.states[number].step(*(tensor[:, :, 0] for tensor in tokens))
+        super().__init__(model, [
+            SyncKVState(replace(config, phase=phase), one, **sizes(model))
+            for one, phase in zip(clusters, phases, strict=True)
+        ])
 
 
 def chosen(state: Any, row: int, padding: int = 0) -> list[list[int]]:
@@ -177,16 +167,6 @@ def test_beams_are_reordered(twins, device):
         layer.reorder_cache = lambda index, own=layer.reorder_cache: (moves.append(index.tolist()), own(index))[1]
     assert torch.equal(generate(model, inputs, 6, num_beams=3, past_key_values=used), expected)
     assert any(index != sorted(index) for index in moves)
-
-
-def test_a_copy_is_a_cache_of_its_own(twins, device):
-    model = tiny_models.model("llama", F64, device)
-    used = cache_of(twins, "reference", model)
-    feed(model, used)
-    twin = copy.deepcopy(used)
-    feed(model, used, [5])
-    assert (twin.get_seq_length(), used.get_seq_length()) == (3, 4)
-    assert twin.layers[0].state.tokens_seen == 3
 
 
 def test_heads_are_in_runs_unless_clusters_are_given(twins):

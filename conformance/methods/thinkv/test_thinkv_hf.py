@@ -14,7 +14,8 @@ pytest.importorskip("transformers", reason="needs transformers: python -m pip in
 
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.methods.support import tiny_models
-from kvtwin.conformance.methods.support.hf_cases import Loop, check_against_loops, feed
+from kvtwin.conformance.methods.support.hf_cases import check_against_loops, feed
+from kvtwin.conformance.methods.support.hf_loops import PromptLoop, sizes
 from kvtwin.conformance.methods.support.tiny_models import generate, prompts
 from kvtwin.reference.contract.thinkv.config import ThinKVConfig
 from kvtwin.reference.contract.thinkv.types import Thought, Thresholds
@@ -46,20 +47,12 @@ def cache_class_of_reference() -> type[ThoughtCache]:
     return found
 
 
-class ThinKVLoop(Loop):
+class ThinKVLoop(PromptLoop):
     """A row without its padding, with one state per layer. Thought types are determined after each forward pass."""
 
     def __init__(self, model: Any, config: ThinKVConfig, thresholds: Thresholds | None) -> None:
-        super().__init__(model)
+        super().__init__(model, [ThinKVState(config, **sizes(model)) for _ in model.model.layers])
         self.config, self.thresholds = config, thresholds
-        sizes = model.config
-        self.states = [
-            ThinKVState(
-                config, batch=1, query_heads=sizes.num_attention_heads, key_value_heads=sizes.num_key_value_heads,
-                head_dim=model.model.layers[0].self_attn.head_dim, dtype=F64, device="cpu",
-            )
-            for _ in model.model.layers
-        ]
         self.padding = self.prompt = 0
         self.told: list[int] = []                                             # the thought type of each window so far
 
@@ -90,12 +83,6 @@ class ThinKVLoop(Loop):
         assert all(abs(mean - edge) > 2**-21 for edge in self.thresholds.edges), "float32 could decide differently"
         low, high = self.thresholds.edges
         return int(Thought.TRANSITION if mean >= high else Thought.REASONING if mean >= low else Thought.EXECUTION)
-
-    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        tokens = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]           # [1, H, Q, D]
-        if self.seen == 0:
-            return self.states[number].prefill(*tokens)[0].transpose(0, 1)
-        return self.states[number].step(*(tensor[:, :, 0] for tensor in tokens))
 
     def held(self) -> list[dict[int, int]]:
         return [held(state, 0, self.padding) for state in self.states]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtwin.conformance.judge.checkers.epikv import Adapter
-from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.conformance.judge.trace import follow as follow_trace
 from kvtwin.fixtures import block_traces, record_epikv
@@ -42,20 +42,6 @@ def test_every_case_evicts(case, traces):
     held = traces[1].tensors[f"{case}.held"]
     assert int(held[-1].max()) == PROMPT + len(held) - 2
     assert int((held[-1] >= 0).sum()) < len(held)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_epikv_reference_repeats_the_golden_trace(case, traces):
-    """All steps in float64: decisions are equal, other results are within the tolerance of `--check`."""
-    about = traces[1].metadata["cases"][case]
-    given = record_epikv.inputs(traces[0], about, torch.float64, "cpu")
-    for name, tensor in record_epikv.record_case(*given, EpiKVConfig(**about["config"])).items():
-        stored = traces[1].tensors[f"{case}.{name}"]
-        if tensor.is_floating_point():
-            allowed = record_epikv.tolerance(traces[0], about, name)
-            assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
-        else:
-            assert_same(tensor, stored, what=name)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -36,11 +36,6 @@ def test_every_case_uses_every_code_of_keys_and_values(case, golden):
     assert about["prompt"] // residual < total // residual
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_kivi_reference_repeats_the_golden_trace(case, golden, twins):
-    golden.check_the_reference_repeats(twins.reference, case)
-
-
 def test_kivi_follows_the_golden_trace(golden, twins, device):
     for case in golden.cases_for(device):
         golden.follow(case, twins, device)

@@ -12,7 +12,6 @@ from kvtwin.reference.baselines.pm_kvq import PMKVQConfig
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
 CASES = ("3.2", "6.8", "6.2", "3.8")  # layer.width at the end; the first two have one KV head
-SLOW = [*CASES[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[2:])]
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +33,6 @@ def test_every_case_shrinks_in_steps_and_uses_many_codes(case, golden):
         codes = golden.trace.tensors[f"{case}.{which}_codes"].unique()
         assert (int(codes.min()), int(codes.max())) == (0, 2**width - 1)
         assert len(codes) > 0.7 * 2**width
-
-
-@pytest.mark.parametrize("case", SLOW)
-def test_pm_kvq_reference_repeats_the_golden_trace(case, golden, twins):
-    golden.check_the_reference_repeats(twins.reference, case)
 
 
 def test_pm_kvq_follows_the_golden_trace(golden, twins, device):

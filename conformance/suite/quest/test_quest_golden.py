@@ -47,21 +47,6 @@ def test_pages_change_from_step_to_step_and_differ_between_heads(case, traces):
     assert int(selected.max()) < traces[1].tensors[f"{case}.maximum"].shape[1]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_quest_reference_repeats_the_golden_trace(case, traces, twins):
-    """All steps in float64: bounds and pages are equal, outputs are within the tolerance of `--check`."""
-    golden = traces[1]
-    about = golden.metadata["cases"][case]
-    state, tensors = started(twins.reference.baselines.quest, case, traces, torch.device("cpu"), torch.float64)
-    for name, tensor in record_quest.record_case(tensors, about["prompt"], state.config).items():
-        stored = golden.tensors[f"{case}.{name}"]
-        if name == "output":
-            allowed = record_quest.tolerance(traces[0], about)
-            assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
-        else:
-            assert_same(tensor, stored, what=name)
-
-
 def test_quest_follows_the_golden_trace(traces, twins, device):
     for case in CASES if device.type == "cuda" else CASES[:2]:
         follow(case, traces, twins, device)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtwin.conformance.judge.checkers.synckv_state import Adapter
-from kvtwin.conformance.judge.compare import assert_same, assert_within
+from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.conformance.judge.trace import follow as follow_trace
 from kvtwin.fixtures import block_traces, record_synckv
@@ -51,22 +51,6 @@ def test_recorded_sets_change(case, traces):
     kept = (chosen[1:, :, :, None] == chosen[:-1, :, None, :]).any(-1).double().mean((1, 2))
     assert len(chosen) == about["steps"] // about["config"]["stride"] + 1
     assert 0.3 < float(kept.mean()) < 1
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_synckv_reference_repeats_the_golden_trace(case, traces, twins):
-    """All steps in float64: decisions are equal, outputs are within the tolerance of `--check`."""
-    golden = traces[1]
-    about = golden.metadata["cases"][case]
-    state, tensors = started(twins.reference.synckv, case, traces, torch.device("cpu"), torch.float64)
-    again = record_synckv.record_case(tensors, about["prompt"], state.config, state.head_clusters)
-    for name, tensor in again.items():
-        stored = golden.tensors[f"{case}.{name}"]
-        if tensor.is_floating_point():
-            allowed = record_synckv.tolerance(traces[0], about)
-            assert_within(tensor, stored, torch.full_like(stored, allowed), what=name)
-        else:
-            assert_same(tensor, stored, what=name)
 
 
 @pytest.mark.parametrize("case", CASES)
