@@ -124,7 +124,7 @@ def test_compiled_steps_have_the_bits_of_plain_steps(name, model, device, compil
 @pytest.mark.parametrize("name", ["longflow", "snapkv-once-in-four-tokens", "r_kv-once-in-four-tokens"])
 def test_inductor_generates_code_of_steps(name, device):
     """In a process of its own: what other tests have imported may keep the compiler of C++ from starting."""
-    code = f"import sys, torch; from {__name__} import check_inductor as check; check(sys.argv[1], torch.device(sys.argv[2]))"
+    code = f"import sys, torch; from {__name__} import check_inductor as f; f(sys.argv[1], torch.device(sys.argv[2]))"
     ran = subprocess.run([sys.executable, "-c", code, name, str(device)], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
