@@ -116,6 +116,25 @@ def test_bad_shapes(text):
         generate.shape_of(text)
 
 
+def test_compiled_steps_are_measured_where_generate_compiles(device):
+    pytest.importorskip("transformers", reason="needs transformers: python -m pip install 'kvtwin[hf]'")
+    model = generate.build("Qwen3-8B", device, tiny=True)
+    found = {
+        name: generate.cache_of(name, model, 8192, tiny=name == "EpiKV").is_compileable for name in generate.CACHES
+    }
+    assert {name for name, compiles in found.items() if not compiles} == generate.NOT_COMPILEABLE
+    compiled = {name.removesuffix(generate.COMPILED) for name in generate.SYSTEMS if name.endswith(generate.COMPILED)}
+    assert compiled == found.keys() - generate.NOT_COMPILEABLE | {"StaticCache"}
+
+
+def test_what_is_compiled_is_compiled_again_in_each_round(tmp_path, calls):
+    """PyTorch forgets it after each measurement, which has a first call therefore."""
+    plan = PLAN._replace(shapes=(SHAPE,), systems=("LongFlow", "LongFlow, compiled"))
+    assert generate.measure(plan, tmp_path / "generate.jsonl", torch.device("cpu"))
+    plain, compiled = ["LongFlow"], ["LongFlow, compiled"] * 2
+    assert [system for system, _ in calls] == plain * 2 + compiled + plain + compiled
+
+
 def test_every_cache_of_the_optimized_side_is_measured():
     methods = {pair.state.__name__.removesuffix("State") for pair in discovery.built_in() if pair.state is not None}
     assert set(generate.CACHES) == methods
