@@ -17,6 +17,8 @@ from typing import IO, Any
 
 import torch
 
+from ..refusals import EnvironmentLimit
+
 fcntl: Any
 try:
     import fcntl
@@ -28,6 +30,9 @@ PAUSES = (2, 10, 30)
 
 #: Bytes of a GPU for each test that may hold the turn of its memory. The largest test takes 25 GB.
 SHARE = 32 * 2**30
+
+#: The share of a GPU's memory that other processes need at most: contexts, and what small cases leave in caches.
+OF_OTHERS = 0.25
 
 #: Seconds between two attempts to take a turn that several processes may hold.
 INTERVAL = 0.05
@@ -88,22 +93,46 @@ def between_examples(test: Any, call: Callable[[], None]) -> Iterator[None]:
         handle.inner_test = example
 
 
+class TakenMemory(torch.OutOfMemoryError):
+    """Raised in place of an implementation's OutOfMemoryError if other processes hold the GPU's memory."""
+
+
+def held_by_others() -> int:
+    """Bytes of the current GPU that other processes hold, if that is more than OF_OTHERS of its memory; otherwise 0."""
+    free, total = torch.cuda.mem_get_info()
+    held = total - free - torch.cuda.memory_reserved()
+    return held if held > OF_OTHERS * total else 0
+
+
 def when_memory_is_free(test: Callable[..., None], /, *arguments: Any, **named: Any) -> None:
     """Call a test. If the processes that share its GPU leave it too little memory, take the turn of the GPU's memory,
-    wait until they need less, and call it again, up to len(PAUSES) times."""
+    wait until they need less, and call it again, up to len(PAUSES) times. Raises EnvironmentLimit if an implementation
+    under test got too little even then."""
     __tracebackhide__ = True
     for pause in PAUSES if shares_its_gpu() else ():
         try:
             test(*arguments, **named)
-        except torch.OutOfMemoryError:
-            pass  # what its frames hold is free outside of this block only
+        except Exception as error:
+            if not _lacks_memory(error):
+                raise
         else:
             return
+        # Outside of the block above, what the frames of the error hold is free.
         gc.collect()
         torch.cuda.empty_cache()
         take_memory_of(torch.device("cuda", torch.cuda.current_device()))
         time.sleep(pause)
-    test(*arguments, **named)
+    try:
+        test(*arguments, **named)
+    except TakenMemory as error:
+        raise EnvironmentLimit(str(error)) from None
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether that is the error, or one of a group: Hypothesis calls a failing example again, when there may be memory.
+    """
+    inside = getattr(error, "exceptions", ())
+    return isinstance(error, torch.OutOfMemoryError) or any(map(_lacks_memory, inside))
 
 
 def shares_its_gpu() -> bool:

@@ -6,13 +6,23 @@ the implementation MODULE (default: kvtwin.optimized) and answers with a digest 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 from typing import Any
 
+import torch
+
 from ..cases import saved
 from ..judge.fresh import digests
+
+
+def release() -> None:
+    """Leave the GPU's memory to the process that waits for the answer."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def main(implementation: str | None) -> None:
@@ -33,6 +43,7 @@ def main(implementation: str | None) -> None:
             found: dict[str, Any] = digests(returned(subject, subject.module(side), subject.inputs(case)))
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}
+        release()
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 

@@ -129,7 +129,7 @@ def start() -> Watch | None:
 
 @contextmanager
 def watched(name: str) -> Iterator[None]:
-    """Around a call of the implementation under test. Raises EndsCall."""
+    """Around a call of the implementation under test. Raises EndsCall or turns.TakenMemory."""
     try:
         if _watch:
             with _watch[0].call(name):
@@ -142,8 +142,19 @@ def watched(name: str) -> Iterator[None]:
         raise EndsCall(f"{name}: out of memory: {error}") from error
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
-            raise EndsCall(f"{name}: {str(error).splitlines()[0]}") from error
+            raise _out_of_memory(name, str(error).splitlines()[0]) from error
         raise
+
+
+def _out_of_memory(name: str, said: str) -> Exception:
+    """The error for a call that ran out of a GPU's memory: EndsCall, unless it is other processes that hold it."""
+    from ..cases import turns
+
+    held = turns.held_by_others() if _uses_cuda() else 0
+    if not held:
+        return EndsCall(f"{name}: {said}")
+    holds = f"of which other processes hold {held / 2**30:.0f} GiB"
+    return turns.TakenMemory(f"{name} ran out of the GPU's memory, {holds}: {said}")
 
 
 def _uses_cuda() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,6 +172,20 @@ def test_a_hundred_launches_are_counted(process):
         repeats.assert_repeats(DECODE, Kernel(lambda found, _: found), case(), process)
     on_a_cpu = repeats.IDLE + repeats.LOADED + repeats.APART + repeats.ELSEWHERE + 1
     assert counted.launches == on_a_cpu and on_a_cpu + repeats.REPLAYED > 100 and counted.cases == 1
+
+
+@pytest.mark.parametrize(("short", "asked"), [(1, 2), (2, 2)], ids=["once", "twice"])
+def test_a_fresh_process_without_memory_is_asked_again(short, asked, process):
+    asks: list[Any] = []
+
+    def answer() -> dict[str, Any]:
+        said = process.answer()
+        return {"error": "OutOfMemoryError: CUDA out of memory"} if len(asks) <= short else said
+
+    beside = SimpleNamespace(ask=lambda *call: (asks.append(call), process.ask(*call)), answer=answer)
+    with nullcontext() if short < asked else pytest.raises(Mismatch, match="fresh process: OutOfMemoryError"):
+        repeats.assert_repeats(DECODE, Kernel(lambda found, _: found), case(), beside)
+    assert asks == asks[:1] * asked
 
 
 def test_a_state_that_differs_is_found():

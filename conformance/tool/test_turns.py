@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtwin.conformance.cases import layouts, turns
-from kvtwin.conformance.harness import suite
+from kvtwin.conformance.harness import suite, survival
+from kvtwin.conformance.refusals import EnvironmentLimit
 
 pytest_plugins = ["pytester"]
 
@@ -154,10 +155,16 @@ def test_gigabytes_of_a_gpu_are_allocated_in_turn(monkeypatch):
     assert taken == [torch.device("cuda", 0)]
 
 
-@pytest.mark.parametrize(("processes", "short", "called"), [
-    (2, 2, 3), (2, 3, 4), (2, 4, "error"), (1, 1, "error"), (1, 0, 1),
+LACK = torch.OutOfMemoryError("CUDA out of memory")
+TAKEN = turns.TakenMemory("it ran out of the GPU's memory, of which other processes hold 40 GiB")
+
+
+@pytest.mark.parametrize(("processes", "short", "raised", "called"), [
+    (2, 2, LACK, 3), (2, 3, LACK, 4), (2, 4, LACK, torch.OutOfMemoryError), (1, 1, LACK, torch.OutOfMemoryError),
+    (1, 0, LACK, 1), (2, 3, TAKEN, 4), (2, 4, TAKEN, EnvironmentLimit), (1, 1, TAKEN, EnvironmentLimit),
+    (2, 1, ExceptionGroup("flaky", [ValueError(), LACK]), 2), (2, 1, ValueError("another error"), ValueError),
 ])
-def test_a_test_is_called_again_when_other_processes_left_it_no_memory(monkeypatch, processes, short, called):
+def test_a_test_is_called_again_when_other_processes_left_it_no_memory(monkeypatch, processes, short, raised, called):
     monkeypatch.setattr(turns, "shares_its_gpu", lambda: processes > 1)
     monkeypatch.setattr(turns, "take_memory_of", lambda device: None)
     monkeypatch.setattr(turns.time, "sleep", lambda seconds: None)
@@ -168,14 +175,25 @@ def test_a_test_is_called_again_when_other_processes_left_it_no_memory(monkeypat
     def allocates(number, *, name):
         calls.append((number, name))
         if len(calls) <= short:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise raised
 
-    if called == "error":
-        with pytest.raises(torch.OutOfMemoryError):
+    if isinstance(called, type):
+        with pytest.raises(called):
             turns.when_memory_is_free(allocates, 7, name="it")
     else:
         turns.when_memory_is_free(allocates, 7, name="it")
         assert calls == [(7, "it")] * called
+
+
+@pytest.mark.parametrize(("free", "mine", "raised"), [
+    (10, 80, survival.EndsCall), (10, 64, turns.TakenMemory), (0, 100, survival.EndsCall), (90, 0, survival.EndsCall),
+])
+def test_an_implementation_is_to_blame_for_the_memory_that_it_has_taken_itself(monkeypatch, free, mine, raised):
+    monkeypatch.setattr(survival, "_uses_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: mine)
+    with pytest.raises(raised, match="^theirs"), survival.watched("theirs"):
+        raise LACK
 
 
 @posix
