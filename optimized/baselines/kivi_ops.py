@@ -173,10 +173,7 @@ def attend_step(
     slots, pad = positions.shape[1], padded_head_dim(head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     value_scale, value_minimum = value_scales.unbind(-1)
-    shape = {
-        "GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad,
-        "ROWS": group_rows(query_heads // heads, query.dtype),
-    }
+    shape = {"GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad}
     with on_device_of(query):
         numbers = (
             count, counters, positions, partial, row_maxima, weight_sums, scale * LOG2_E.value, heads, splits, residual,
@@ -195,12 +192,12 @@ def attend_step(
         else:
             attention_kernel[(batch * heads * (splits + 1),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, value_codes, value_scale,
-                value_minimum, *numbers, **shape, **constants,
+                value_minimum, *numbers, **shape, **constants, ROWS=group_rows(query_heads // heads, query.dtype),
                 BLOCK=key_block(head_dim, query.element_size(), slots),
                 KEY_PAIRS=in_pairs(keys.dtype, group, key_bits),
                 VALUE_PAIRS=in_pairs(keys.dtype, group, value_bits), num_warps=4,
             )
-        merge_kernel[(batch * heads,)](
+        merge_kernel[(batch * query_heads,)](
             partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, extreme, count,
             counters, due, heads, splits + 1, residual, slots, value_scales.shape[2],
             **shape, BITS=value_bits, GROUP=group, PARTS=next_power_of_2(splits + 1), FRAGMENTS=fragments,

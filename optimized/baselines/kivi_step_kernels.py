@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from .._common.launch import PTX
-from .._common.numerics import dot, float32, multiply, round_output, round_to
-from .._common.softmax import merge_outputs, merge_sums, weigh_tile
+from .._common.numerics import dot, float32, multiply, round_to
+from .._common.softmax import merge_head, weigh_tile
 from .kivi_kernels import APART, SEEN, SEEN_NEXT, number_of, quantized_counts, store_values
 
 _PTX = tl.constexpr(PTX)
@@ -316,25 +316,18 @@ def attention_kernel(
 def merge_kernel(
     partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, extreme, count, counters,
     due, heads, parts, residual, slots, value_rows,
-    GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr, FRAGMENTS: tl.constexpr,
+    GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    PARTS: tl.constexpr, FRAGMENTS: tl.constexpr,
 ):
-    """Program: a KV head. Merges the shares of its attention, and quantizes its oldest unquantized value if there are
-    R + 1. due [B] int64: the row's new number of tokens; 0 if none arrived. extreme: see `store_values`."""
-    row_head = tl.program_id(0).to(tl.int64)
+    """Program: a query head. Merges the shares of its attention. The first of a KV head also quantizes the oldest
+    unquantized value if there are R + 1. due [B] int64: the row's new number of tokens; 0 if none arrived. extreme: see
+    `store_values`."""
+    merge_head(partial, row_maxima, weight_sums, output, parts, HEAD_DIM, D_PAD, PARTS)
+    row_head = tl.program_id(0).to(tl.int64) // GROUP_HEADS
+    if tl.program_id(0) % GROUP_HEADS != 0:
+        return
     b, h = row_head // heads, row_head % heads
-    row, i = tl.arange(0, ROWS), tl.arange(0, PARTS)
     d = tl.arange(0, D_PAD)
-    part = (row_head * GROUP_HEADS + row) * parts
-    valid = row < GROUP_HEADS
-    row_max, total = merge_sums(
-        row_maxima, weight_sums, part[:, None] + i[None, :], valid[:, None] & (i < parts)[None, :], False
-    )
-    result = merge_outputs(partial, row_maxima, part, parts, row_max, total, valid, HEAD_DIM, D_PAD, False)
-    tl.store(
-        output + (row_head * GROUP_HEADS + row)[:, None] * HEAD_DIM + d[None, :],
-        round_output(result, output.dtype.element_ty), mask=valid[:, None] & (d < HEAD_DIM)[None, :],
-    )
     before, seen = tl.load(count + b), tl.load(counters + SEEN)
     arrives = seen < slots
     if h == 0:

@@ -226,9 +226,9 @@ def _step(
             **groups, GROUP_HEADS=query_heads // heads, ROWS=rows,
             BLOCK=_block(head_dim, query.element_size(), units), num_warps=4,
         )
-        merge_kernel[(batch * heads,)](
+        merge_kernel[(batch * query_heads,)](
             partial, row_maxima, weight_sums, output, count, counters, due, heads, splits + 1, slots,
-            GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), ROWS=rows,
+            GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
             PARTS=next_power_of_2(splits + 1), num_warps=4,
         )
     stored = key_words, key_scale, key_minimum, value_words, value_scale, value_minimum

@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import dot, float32, multiply, round_output, round_to
-from .._common.softmax import merge_outputs, merge_sums, weigh_tile
+from .._common.numerics import dot, float32, multiply, round_to
+from .._common.softmax import merge_head, weigh_tile
 from .kivi_kernels import number_of
 from .pm_kvq_kernels import SEEN, SEEN_NEXT, field_start, quantized_count, width_after
 
@@ -145,23 +145,13 @@ def attention_kernel(
 @triton.jit(do_not_specialize=["heads", "parts", "slots"])
 def merge_kernel(
     partial, row_maxima, weight_sums, output, count, counters, due, heads, parts, slots,
-    GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, PARTS: tl.constexpr,
 ):
-    """Program: a KV head. Merges the shares of its attention. due [B] int64: the row's new number of tokens; 0 if none
-    arrived."""
-    row_head = tl.program_id(0).to(tl.int64)
-    b, h = row_head // heads, row_head % heads
-    row, i, d = tl.arange(0, ROWS), tl.arange(0, PARTS), tl.arange(0, D_PAD)
-    part = (row_head * GROUP_HEADS + row) * parts
-    valid = row < GROUP_HEADS
-    row_max, total = merge_sums(
-        row_maxima, weight_sums, part[:, None] + i[None, :], valid[:, None] & (i < parts)[None, :], False
-    )
-    result = merge_outputs(partial, row_maxima, part, parts, row_max, total, valid, HEAD_DIM, D_PAD, False)
-    tl.store(
-        output + (row_head * GROUP_HEADS + row)[:, None] * HEAD_DIM + d[None, :],
-        round_output(result, output.dtype.element_ty), mask=valid[:, None] & (d < HEAD_DIM)[None, :],
-    )
+    """Program: a query head. Merges the shares of its attention. due [B] int64: the row's new number of tokens; 0 if
+    none arrived."""
+    merge_head(partial, row_maxima, weight_sums, output, parts, HEAD_DIM, D_PAD, PARTS)
+    head = tl.program_id(0).to(tl.int64)
+    b, h = head // (heads * GROUP_HEADS), head % (heads * GROUP_HEADS)
     before, seen = tl.load(count + b), tl.load(counters + SEEN)
     arrives = seen < slots
     if h == 0:

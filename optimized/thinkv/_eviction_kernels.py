@@ -78,10 +78,13 @@ def anneal_kernel(
     levels = tl.load(level + b * level_b + m64 * level_m, mask=there, other=0)
     kind = tl.load(thought + b * thought_b + m64 * thought_m, mask=there, other=0)
     earlier = there & (m < tl.load(current + b * current_b)) & (old > 0)
-    change = tl.load(trajectory_change + b * change_b) != 0
-    planned, levels, left = plan(
-        old, levels, kind, earlier, change, tl.load(live + b * live_b), budget, RETENTION, LEVELS
-    )
+    change, tokens = tl.load(trajectory_change + b * change_b) != 0, tl.load(live + b * live_b)
+    if (tokens <= budget) & (change == 0):              # as in most steps: nothing is evicted
+        tl.store(new_size + b * segments + m, old, mask=there)
+        tl.store(new_level + b * segments + m, levels, mask=there)
+        tl.store(over_budget + b, False)
+        return
+    planned, levels, left = plan(old, levels, kind, earlier, change, tokens, budget, RETENTION, LEVELS)
     tl.store(new_size + b * segments + m, planned, mask=there)
     tl.store(new_level + b * segments + m, levels, mask=there)
     tl.store(over_budget + b, left > budget)

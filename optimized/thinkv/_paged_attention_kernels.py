@@ -296,7 +296,9 @@ def finish_kernel(
     part = (batch_head * GROUP_HEADS + g) * splits
     there = valid[:, None] & (i < splits)[None, :]
     row_max, total = merge_sums(row_maxima, weight_sums, part[:, None] + i[None, :], there, SAME_LAUNCH=False)
-    result = merge_outputs(partial, row_maxima, part, splits, row_max, total, valid, HEAD_DIM, D_PAD, SAME_LAUNCH=False)
+    result = merge_outputs(
+        partial, row_maxima, part, splits, row_max, total, valid, HEAD_DIM, D_PAD, SAME_LAUNCH=False, TOGETHER=8
+    )
     at = (batch_head * GROUP_HEADS + g)[:, None] * HEAD_DIM + d[None, :]
     mask = valid[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(output + at, round_output(result, output.dtype.element_ty), mask=mask)
