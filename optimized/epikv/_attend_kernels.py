@@ -8,7 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reference.contract import Sizes
-from .._common.launch import MAX_SPLITS, group_rows, key_block, on_device_of, padded_head_dim, split_slots
+from .._common.launch import (
+    MAX_SPLITS,
+    group_rows,
+    key_block,
+    next_power_of_2,
+    on_device_of,
+    padded_head_dim,
+    split_slots,
+)
 from .._common.numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
 from .._common.operation import operation
 from .._common.scratch import is_last
@@ -39,7 +47,7 @@ def attend(
             normalisers, scale * LOG2_E.value, slots, split_size, splits, heads, batch * query_heads,
             *query.stride(), *new_key.stride(), *new_value.stride(),
             GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
-            ROWS=group_rows(sizes.group, query.dtype), BLOCK=block,
+            GROUP_PAD=next_power_of_2(sizes.group), ROWS=group_rows(sizes.group, query.dtype), BLOCK=block,
             SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, KEEP=logits.numel() > 0,
             num_warps=4, num_stages=3,
         )
@@ -73,18 +81,20 @@ def _write(key, value, new_key, new_value, slot, new_key_d, new_value_d, HEAD_DI
 @triton.jit
 def _merge(
     partial, row_maxima, weight_sums, output, normalisers, batch_head, splits,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, GROUP_PAD: tl.constexpr, SPLITS: tl.constexpr,
     KEEP: tl.constexpr,
 ):
     """Merge the outputs of a KV head's query heads from their splits."""
-    g = tl.arange(0, ROWS)
+    g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD).to(tl.int64)
     i = tl.arange(0, SPLITS)
     part = (batch_head * GROUP + g)[:, None] * splits + i[None, :]
     there = (g < GROUP)[:, None] & (i < splits)[None, :]
     row_max, total = merge_sums(row_maxima, weight_sums, part, there)
     first = (batch_head * GROUP + g) * splits
-    out = merge_outputs(partial, row_maxima, first, splits, row_max, total, g < GROUP, HEAD_DIM, D_PAD)
+    out = merge_outputs(
+        partial, row_maxima, first, splits, row_max, total, g < GROUP, HEAD_DIM, D_PAD, TOGETHER=8
+    )
     at = (batch_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     mask = (g < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
     tl.store(output + at, round_output(out, output.dtype.element_ty), mask=mask)
@@ -106,8 +116,8 @@ def attend_kernel(
     query, new_key, new_value, key, value, occupied, slot, output, workspace, completion_counters, logits, normalisers,
     scale, slots, split_size, splits, heads, query_heads,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, KEEP: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):
     """Program (split, batch_head): attends to a share of the slots of a (row, KV head), for its GROUP query heads. The
     last program of a batch_head merges. KEEP: also stores logits and normalisers. `query_heads`: those of all rows
@@ -167,5 +177,5 @@ def attend_kernel(
         if is_last(completion_counters + batch_head, splits):
             _merge(
                 partial, row_maxima, weight_sums, output, normalisers, batch_head, splits,
-                GROUP, HEAD_DIM, D_PAD, ROWS, SPLITS, KEEP,
+                GROUP, HEAD_DIM, D_PAD, GROUP_PAD, SPLITS, KEEP,
             )
