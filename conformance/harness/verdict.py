@@ -213,6 +213,7 @@ def _of_method(
             findings = sorted((_finding(result) for result in wrong), key=_least_helpful_last)
             one = Judgement(WRONG, findings=findings, wrong=len(wrong))
             made.properties = {name: one, **made.properties}
+    _attribute_errors(made.properties)
     for cause in CONSEQUENCES:
         judged = made.properties[cause]
         if judged.verdict == WRONG and judged.follows is None:
@@ -220,6 +221,27 @@ def _of_method(
                 if other.verdict == WRONG and other.follows is None and _follows(name, other, cause):
                     other.follows = cause
     return made
+
+
+def _attribute_errors(properties: Mapping[str, Judgement]) -> None:
+    """Of the properties in whose cases the implementation raises the same error, at the same place, keep one as the
+    cause: one that simpler cases have shown to be the error's, else the one with the plainest case."""
+    raised: dict[tuple[str, str], list[str]] = {}
+    for name, judged in properties.items():
+        said = {wording.raised(str(one.get("message"))) for one in judged.findings}
+        error = said.pop() if len(said) == 1 and judged.verdict == WRONG and name not in OF_CALLS else None
+        if error is not None:
+            raised.setdefault(error, []).append(name)
+
+    def plainness(name: str) -> tuple[Any, ...]:
+        found = properties[name].findings
+        sought = any(one.get("field") and "choice" in one for one in found)        # see findings.of
+        return not sought, CORE.index(name) if name in CORE else len(CORE), *_least_helpful_last(found[0])
+
+    for names in raised.values():
+        cause, *others = sorted(names, key=plainness)
+        for name in others:
+            properties[name].follows = cause
 
 
 def _has_slot_order(method: str) -> bool:

@@ -12,6 +12,8 @@ import pytest
 
 MOST = 300  # characters of a line
 PACKAGE = __name__.partition(".")[0] + "."
+#: What precedes the place of an error.
+RAISED = "  raised in "
 #: Of a case that behaves differently when it is judged again.
 DIFFERS = (
     "the same case behaves differently when it is judged again: what a call returns, raises or refuses depends on more "
@@ -71,8 +73,16 @@ def plainly(error: BaseException, tests: Path) -> str:
         values = lines[0].removeprefix("assert ") if lines else "False"
         return "\n".join(lines[:added]) or f"expected {_expression(frames[-1])}\n  got {values}"
     first = ": ".join([type(error).__name__, *lines[:1]])
-    place = [f"  raised in {frames[-1].filename}, line {frames[-1].lineno}"] if frames else []
+    place = [f"{RAISED}{frames[-1].filename}, line {frames[-1].lineno}"] if frames else []
     return "\n".join([first, *place, *lines[1:]])
+
+
+def raised(message: str) -> tuple[str, str] | None:
+    """The error, without its numbers, and its place in a message of `plainly` about an error that the implementation
+    raises; None for other messages."""
+    first, *lines = message.splitlines() or [""]
+    place = next((line for line in lines if line.startswith(RAISED)), None)
+    return None if place is None else (re.sub(r"\d+", "0", first), place)
 
 
 def differs(error: BaseException) -> bool:

@@ -174,6 +174,40 @@ def test_an_unusual_case_may_follow_from_what_is_wrong_in_ordinary_ones():
     assert of("independence", *RIGHT, result("accuracy", "failed"), unusual, other).follows is None
 
 
+def raising(name: str, says: str = "RuntimeError: 5 is odd\n  raised in theirs.py, line 7", **finding: Any) -> Result:
+    return result(name, "failed", finding={"property": name, "message": says, "case": "Case()", **finding})
+
+
+#: Of a finding whose property simpler cases have shown.
+SOUGHT = {"field": "output", "choice": False}
+
+
+@pytest.mark.parametrize(("wrong", "causes"), [
+    # One error: it is about what simpler cases have shown, else about the plainest case.
+    ([raising("accuracy", choice=False), raising("layouts", **SOUGHT), raising("independence")],
+     [("layouts", ["accuracy", "independence"])]),
+    ([raising("extreme_numbers", **SOUGHT), raising("decisions", **SOUGHT)],
+     [("decisions", ["extreme_numbers"])]),
+    ([raising("independence", case="Case(content='given')"), raising("layouts")], [("layouts", ["independence"])]),
+    ([raising("layouts"), raising("independence", "RuntimeError: 12 is odd\n  raised in theirs.py, line 7",
+             case="Case(slots=12)")],
+     [("layouts", ["independence"])]),
+    # Two errors, or two places of one.
+    ([raising("layouts"), raising("independence", "ValueError: 5 is odd\n  raised in theirs.py, line 7")],
+     [("layouts", []), ("independence", [])]),
+    ([raising("layouts"), raising("independence", "RuntimeError: 5 is odd\n  raised in theirs.py, line 8")],
+     [("layouts", []), ("independence", [])]),
+    # Not only the error.
+    ([raising("layouts"), raising("independence"), raising("independence", "output: expected 1, got 2")],
+     [("layouts", []), ("independence", [])]),
+    ([raising("layouts", "output: expected 1, got 2"), raising("independence", "output: expected 1, got 2")],
+     [("layouts", []), ("independence", [])]),
+])  # fmt: skip
+def test_an_error_that_is_raised_in_cases_of_several_properties_is_one_cause(wrong, causes):
+    found = judged(*RIGHT, *wrong)["longflow"]
+    assert sorted((name, sorted(also)) for name, _, also in found.causes) == sorted(causes)
+
+
 def test_wrong_decisions_are_counted():
     finding = {"property": "decisions", "choice": True, "wrong": 3}
     failed = [result("decisions", "failed", finding=finding), result("decisions", "failed", finding=finding)]
