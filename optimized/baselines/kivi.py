@@ -18,6 +18,7 @@ from .kivi_ops import (
     fragment_splits,
     in_fragments,
     quantize_tensor,
+    scales_of_keys,
     store_prompt,
 )
 from .kivi_order import in_token_order, keys_by_word, values_by_token
@@ -75,11 +76,6 @@ class KIVIState(GrowingState):
         *GrowingState._rows,
     )
 
-    @classmethod
-    def _compiles(cls, config: KIVIConfig) -> bool:
-        """False: scales and minima are views of one buffer, and of steps that change views PyTorch makes no graphs."""
-        return False
-
     def _allocate(self) -> int:
         (batch, query_heads, heads, slots, head_dim), config = self.sizes, self.config
         check_head_dim(head_dim, group=config.group, bits=config.value_bits, of="value_bits")
@@ -95,13 +91,9 @@ class KIVIState(GrowingState):
         )
         words = groups * words_of(each, config.key_bits)
         self._key_codes = self._buffer(batch, heads, words, head_dim, dtype=torch.int32)
-        if fragments:
-            scales = self._buffer(batch, heads, groups, head_dim // 2, 2, 2, dtype=self.dtype)
-            self._key_scale, self._key_minimum = scales.unbind(-2)
-        else:
-            self._key_scale, self._key_minimum = (
-                self._buffer(batch, heads, groups, head_dim, dtype=self.dtype) for _ in range(2)
-            )
+        of_keys = (batch, heads, groups, head_dim // 2, 2, 2) if fragments else (2, batch, heads, groups, head_dim)
+        self._key_scales = self._buffer(*of_keys, dtype=self.dtype)
+        self._key_scale, self._key_minimum = scales_of_keys(self._key_scales, fragments)
         words = head_dim * config.value_bits // WORD
         self._value_codes = self._buffer(batch, heads, rows, words, dtype=torch.int32)
         # Scale and minimum lie side by side, so that one load reads both.
@@ -120,8 +112,8 @@ class KIVIState(GrowingState):
     def _named(self) -> dict[str, Any]:
         config = self.config
         return super()._named() | {
-            "keys": self._keys, "values": self._values, "key_codes": self._key_codes, "key_scale": self._key_scale,
-            "key_minimum": self._key_minimum, "value_codes": self._value_codes, "value_scales": self._value_scales,
+            "keys": self._keys, "values": self._values, "key_codes": self._key_codes,
+            "key_scales": self._key_scales, "value_codes": self._value_codes, "value_scales": self._value_scales,
             "extreme": self._extreme, "due": self._due, "key_bits": config.key_bits, "value_bits": config.value_bits,
             "group": config.group, "splits": self._splits, "fragments": self._fragments,
         }
@@ -183,8 +175,8 @@ class KIVIState(GrowingState):
     def _store_prompt(self, key: Tensor, value: Tensor, place: Tensor, padded: bool) -> None:
         count, total = self._count, key.shape[2]
         store_prompt(
-            key, value, place, count, self._key_codes, self._key_scale, self._key_minimum, self._value_codes,
-            self._value_scales, self._extreme, self.config.key_bits, self.config.value_bits, self.config.group,
+            key, value, place, count, self._key_codes, self._key_scales, self._value_codes, self._value_scales,
+            self._extreme, self.config.key_bits, self.config.value_bits, self.config.group,
             self.config.residual, self._fragments,
         )
         for buffer, tokens in ((self._keys, key), (self._values, value)):

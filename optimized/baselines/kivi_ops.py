@@ -131,16 +131,17 @@ def _(scale: Tensor, axis: int, group: int, dtype: torch.dtype) -> Tensor:
 
 @operation(
     "kvtwin::kivi_store",
-    mutates_args=("key_codes", "key_scale", "key_minimum", "value_codes", "value_scales", "extreme"),
+    mutates_args=("key_codes", "key_scales", "value_codes", "value_scales", "extreme"),
 )
 def store_prompt(
-    key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scale: Tensor, key_minimum: Tensor,
+    key: Tensor, value: Tensor, place: Tensor, count: Tensor, key_codes: Tensor, key_scales: Tensor,
     value_codes: Tensor, value_scales: Tensor, extreme: Tensor, key_bits: int, value_bits: int, group: int,
     residual: int, fragments: bool,
 ) -> None:
     """Quantize the keys and values of a prompt [B, Hkv, T, D], of which row b has count[b] tokens, at place[b] of the
-    prompt. A state's buffers as in `attention_kernel` or, with fragments, `fragment_kernel`."""
-    total = key.shape[2]
+    prompt. A state's buffers as in `attention_kernel` or, with fragments, `fragment_kernel`; key_scales:
+    `scales_of_keys`."""
+    total, (key_scale, key_minimum) = key.shape[2], scales_of_keys(key_scales, fragments)
     if total >= residual:
         _keys_kernel(
             key, place, count, None, None, key_codes, key_scale, key_minimum, extreme, key_bits, group, residual,
@@ -157,22 +158,24 @@ def store_prompt(
 @operation(
     "kvtwin::kivi_step",
     mutates_args=(
-        "keys", "values", "key_codes", "key_scale", "key_minimum", "value_codes", "value_scales", "extreme",
-        "count", "counters", "due", "positions", "partial", "row_maxima", "weight_sums",
+        "keys", "values", "key_codes", "key_scales", "value_codes", "value_scales", "extreme", "count", "counters",
+        "due", "positions", "partial", "row_maxima", "weight_sums",
     ),
 )
 def attend_step(
     query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
-    key_scale: Tensor, key_minimum: Tensor, value_codes: Tensor, value_scales: Tensor, extreme: Tensor,
-    count: Tensor, counters: Tensor, due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor,
-    weight_sums: Tensor, scale: float, key_bits: int, value_bits: int, group: int, splits: int, fragments: bool,
+    key_scales: Tensor, value_codes: Tensor, value_scales: Tensor, extreme: Tensor, count: Tensor, counters: Tensor,
+    due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float,
+    key_bits: int, value_bits: int, group: int, splits: int, fragments: bool,
 ) -> Tensor:
-    """One step: stores the token in the buffers, attends, quantizes what is due, and counts the token. fragments:
-    whether the state's memory is in that order, see `in_fragments`."""
+    """One step: stores the token in the buffers, attends, quantizes what is due, and counts the token. key_scales:
+    `scales_of_keys`. fragments: whether the state's memory is in that order, see `in_fragments`."""
     (batch, query_heads, head_dim), (_, heads, residual, _) = query.shape, keys.shape
     slots, pad = positions.shape[1], padded_head_dim(head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    value_scale, value_minimum = value_scales.unbind(-1)
+    (key_scale, key_minimum), (value_scale, value_minimum) = (
+        scales_of_keys(key_scales, fragments), value_scales.unbind(-1)
+    )
     shape = {"GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad}
     with on_device_of(query):
         numbers = (
@@ -213,6 +216,13 @@ def attend_step(
 @attend_step.register_fake
 def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
+
+
+def scales_of_keys(scales: Tensor, fragments: bool) -> tuple[Tensor, ...]:
+    """Scale and minimum of a state's groups of keys. They are one tensor, scales [2, B, Hkv, S / G, D], or with
+    fragments [B, Hkv, S / G, D / 2, 2, 2], because PyTorch captures no graph of steps that change two views of one.
+    """
+    return scales.unbind(-2 if fragments else 0)
 
 
 def in_fragments(

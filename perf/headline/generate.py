@@ -54,7 +54,7 @@ PEERS = (DYNAMIC, STATIC)
 CAPTURED, COMPILED = ", captured", ", compiled"
 FIGURES = ("seconds_to_first_token", "ms_per_token", "peak_bytes", "seconds_of_first_call")
 #: Caches of which `generate` compiles no steps.
-NOT_COMPILEABLE = {"ThinKV", "SyncKV", "EpiKV", "CAKE", "KIVI"}
+NOT_COMPILEABLE = {"ThinKV", "SyncKV", "EpiKV", "CAKE"}
 SYSTEMS = (*PEERS, *(
     f"{name}{how}" for name in CACHES for how in ("", CAPTURED, COMPILED)
     if how != COMPILED or name not in NOT_COMPILEABLE

@@ -40,7 +40,7 @@ from kvtwin.reference.hf import masks
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.whole]
 
 #: States that allocate by the prompt, decide on the host, or have views among their buffers.
-OTHERS = {"ThinKV", "SyncKV", "EpiKV", "CAKE", "KIVI"}
+OTHERS = {"ThinKV", "SyncKV", "EpiKV", "CAKE"}
 COMPILEABLE = [name for name, (kind, _) in CACHES.items() if kind not in OTHERS]
 #: Steps that run in each test of all tests, and those that evict once in so many tokens.
 QUICK = ("longflow", "h2o-once-in-four-tokens")
