@@ -104,10 +104,11 @@ class KIVIState(GrowingState):
         self._value_parts = values_by_token(self._value_codes, self._value_scales, fragments)
         self._due = self._buffer(batch, dtype=torch.int64)
         if fragments:
-            self._splits = fragment_splits(batch * heads, slots, config.key_bits, self.device)
+            self._splits, self._rests = fragment_splits(batch * heads, slots, residual, config.key_bits, self.device)
         else:
             self._splits, _ = split_slots(self.sizes, key_block(head_dim, self.dtype.itemsize, slots), self.device)
-        return self._splits + 1
+            self._rests = 1
+        return self._splits + self._rests
 
     def _named(self) -> dict[str, Any]:
         config = self.config
@@ -115,7 +116,7 @@ class KIVIState(GrowingState):
             "keys": self._keys, "values": self._values, "key_codes": self._key_codes,
             "key_scales": self._key_scales, "value_codes": self._value_codes, "value_scales": self._value_scales,
             "extreme": self._extreme, "due": self._due, "key_bits": config.key_bits, "value_bits": config.value_bits,
-            "group": config.group, "splits": self._splits, "fragments": self._fragments,
+            "group": config.group, "splits": self._splits, "rests": self._rests, "fragments": self._fragments,
         }
 
     def _clear(self) -> None:

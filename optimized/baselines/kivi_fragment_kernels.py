@@ -26,6 +26,9 @@ from .kivi_kernels import SEEN, number_of, quantized_counts
 from .kivi_order import key_scale_at, key_word_at, value_scale_at
 from .kivi_scaled import UP
 
+#: Tokens of a tile whose values are not quantized: one or two whole words of keys.
+REST = tl.constexpr(16)
+
 
 @triton.jit
 def _add_values(
@@ -116,16 +119,16 @@ def _keys_of_word(key_codes, key_scale, key_minimum, word, d, place, HEAD_DIM: t
 
 @triton.jit
 def _attend_rest(
-    acc, row_max, weight_sum, q, keys, values, key_codes, key_scale, key_minimum, begin, total, keys_quantized,
+    acc, row_max, weight_sum, q, keys, values, key_codes, key_scale, key_minimum, begin, end, keys_quantized,
     residual, scale, channel, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
 ):
-    """Update the online softmax with the tokens `begin` to `total`, whose values are in the buffer. The first of their
+    """Update the online softmax with the tokens `begin` to `end`, whose values are in the buffer. The first of their
     keys are quantized, the others in the buffer as well. q [D, 8]; channel [D]: those of the accumulator's rows."""
     C: tl.constexpr = 32 // BITS
-    d, i = tl.arange(0, HEAD_DIM), tl.arange(0, 16)
-    for start in range(begin // 16 * 16, total, 16):                    # 16 tokens are one or two whole words
+    d, i = tl.arange(0, HEAD_DIM), tl.arange(0, REST)
+    for start in range(begin // REST * REST, end, REST):
         token = start + i
-        holds = (token >= begin) & (token < total)
+        holds = (token >= begin) & (token < end)
         packed = token < keys_quantized
         k = tl.load(
             keys + (token % residual)[:, None] * HEAD_DIM + d[None, :], mask=(holds & (~packed))[:, None], other=0.0
@@ -139,7 +142,7 @@ def _attend_rest(
                 found = tl.where((i < C)[:, None], found, more)
             k = tl.where(packed[:, None], round_to(found, k.dtype), k)
         logit = tl.where(holds[:, None], multiply(dot(k, q), scale), float("-inf"))
-        p, row_max, weight_sum, rescale = weigh_columns(row_max, weight_sum, logit, 16, EIGHT)
+        p, row_max, weight_sum, rescale = weigh_columns(row_max, weight_sum, logit, REST, EIGHT)
         v = tl.load(
             values + (token % (residual + 1))[None, :] * HEAD_DIM + channel[:, None], mask=holds[None, :], other=0.0
         )
@@ -178,29 +181,30 @@ def _query_parts(query, d_stride, valid, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[
-    "heads", "splits", "residual", "slots", "key_groups", "value_rows", "query_b", "query_h", "new_key_b", "new_key_h",
-    "new_value_b", "new_value_h",
+    "heads", "splits", "rests", "residual", "slots", "key_groups", "value_rows", "query_b", "query_h", "new_key_b",
+    "new_key_h", "new_value_b", "new_value_h",
 ])
 def fragment_kernel(
     query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scales, value_codes,
     value_scales, extreme, count, counters, positions, partial, row_maxima, weight_sums,
-    scale, heads, splits, residual, slots, key_groups, value_rows, query_b, query_h, query_d, new_key_b, new_key_h,
-    new_key_d, new_value_b, new_value_h, new_value_d,
+    scale, heads, splits, rests, residual, slots, key_groups, value_rows, query_b, query_h, query_d, new_key_b,
+    new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     GROUP_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
     GROUP: tl.constexpr, WORDS: tl.constexpr,
 ):
     """Program: a share of what one KV head attends to, as in `kivi_step_kernels.attention_kernel`, except that the
-    last one has all tokens whose values are not quantized. Codes and scales as in `kivi_order.py`, with FRAGMENTS.
+    last `rests` have all tokens whose values are not quantized. Codes and scales as in `kivi_order.py`, with FRAGMENTS.
     key_scales: the scales and minima of keys as int32, each of two channels; value_scales: those of values as int32, a
     scale and its minimum. extreme [B, Hkv] int32: not 0 where `kivi_scaled.py` does not apply.
 
     Programs for the last tokens come last: they are short, and between the others they would leave multiprocessors
     unevenly filled."""
     DTYPE: tl.constexpr = keys.dtype.element_ty
-    whole = tl.num_programs(0) // (splits + 1) * splits
-    rest = tl.program_id(0) >= whole
-    split = tl.where(rest, splits, tl.program_id(0) % splits)
-    row_head = tl.where(rest, tl.program_id(0) - whole, tl.program_id(0) // splits).to(tl.int64)
+    parts = splits + rests
+    whole = tl.num_programs(0) // parts * splits
+    rest, behind = tl.program_id(0) >= whole, tl.program_id(0) - whole
+    split = tl.where(rest, splits + behind % rests, tl.program_id(0) % splits)
+    row_head = tl.where(rest, behind // rests, tl.program_id(0) // splits).to(tl.int64)
     b, h = row_head // heads, row_head % heads
     before, seen = tl.load(count + b), tl.load(counters + SEEN)
     is_scaled = tl.load(extreme + row_head) == 0
@@ -245,7 +249,11 @@ def fragment_kernel(
     else:
         keys += row_head * residual * HEAD_DIM
         values += row_head * (residual + 1) * HEAD_DIM
-        if arrives:
+        aligned = values_quantized // REST * REST
+        each = tl.cdiv(tl.cdiv(total - aligned, REST), rests) * REST
+        begin = aligned + (split - splits) * each
+        end = tl.minimum(begin + each, total)
+        if arrives & (begin <= before) & (before < end):
             d64 = d.to(tl.int64)
             k_new = tl.load(new_key + b * new_key_b + h * new_key_h + d64 * new_key_d)
             v_new = tl.load(new_value + b * new_value_b + h * new_value_h + d64 * new_value_d)
@@ -258,9 +266,10 @@ def fragment_kernel(
         of_head = row_head * key_groups * (2 * HEAD_DIM)
         acc, row_max, weight_sum = _attend_rest(
             acc, row_max, weight_sum, q, keys, values, key_codes, key_scale + of_head, key_minimum + of_head,
-            values_quantized, total, keys_quantized, residual, scale, channel, HEAD_DIM, KEY_BITS, WORDS,
+            tl.maximum(begin, values_quantized), end, keys_quantized, residual, scale, channel, HEAD_DIM, KEY_BITS,
+            WORDS,
         )
-    part = (row_head * GROUP_HEADS + head) * (splits + 1) + split
+    part = (row_head * GROUP_HEADS + head) * parts + split
     tl.store(row_maxima + part, row_max, mask=head < GROUP_HEADS)
     tl.store(weight_sums + part, tl.sum(weight_sum, 0), mask=head < GROUP_HEADS)
     tl.store(partial + part[None, :] * HEAD_DIM + channel[:, None], acc, mask=valid)

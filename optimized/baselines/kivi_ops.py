@@ -26,7 +26,7 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.operation import operation
-from .kivi_fragment_kernels import fragment_kernel
+from .kivi_fragment_kernels import REST, fragment_kernel
 from .kivi_fragment_operands import EIGHT
 from .kivi_kernels import APART, EVERY, PROMPT, STEP, dequantize_kernel, quantize_keys_kernel, quantize_values_kernel
 from .kivi_step_kernels import attention_kernel, merge_kernel
@@ -166,10 +166,11 @@ def attend_step(
     query: Tensor, new_key: Tensor, new_value: Tensor, keys: Tensor, values: Tensor, key_codes: Tensor,
     key_scales: Tensor, value_codes: Tensor, value_scales: Tensor, extreme: Tensor, count: Tensor, counters: Tensor,
     due: Tensor, positions: Tensor, partial: Tensor, row_maxima: Tensor, weight_sums: Tensor, scale: float,
-    key_bits: int, value_bits: int, group: int, splits: int, fragments: bool,
+    key_bits: int, value_bits: int, group: int, splits: int, rests: int, fragments: bool,
 ) -> Tensor:
     """One step: stores the token in the buffers, attends, quantizes what is due, and counts the token. key_scales:
-    `scales_of_keys`. fragments: whether the state's memory is in that order, see `in_fragments`."""
+    `scales_of_keys`. splits, rests: the programs that share a KV head's quantized tokens, and the others. fragments:
+    whether the state's memory is in that order, see `in_fragments`."""
     (batch, query_heads, head_dim), (_, heads, residual, _) = query.shape, keys.shape
     slots, pad = positions.shape[1], padded_head_dim(head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -178,32 +179,34 @@ def attend_step(
     )
     shape = {"GROUP_HEADS": query_heads // heads, "HEAD_DIM": head_dim, "D_PAD": pad}
     with on_device_of(query):
+        tables = (count, counters, positions, partial, row_maxima, weight_sums, scale * LOG2_E.value, heads, splits)
         numbers = (
-            count, counters, positions, partial, row_maxima, weight_sums, scale * LOG2_E.value, heads, splits, residual,
-            slots, key_scale.shape[2], value_scales.shape[2], *query.stride(), *new_key.stride(), *new_value.stride(),
+            residual, slots, key_scale.shape[2], value_scales.shape[2], *query.stride(), *new_key.stride(),
+            *new_value.stride(),
         )
         constants = {
             "KEY_BITS": key_bits, "VALUE_BITS": value_bits, "GROUP": group, "WORDS": words_of(group, key_bits),
         }
         if fragments:
-            fragment_kernel[(batch * heads * (splits + 1),)](
+            fragment_kernel[(batch * heads * (splits + rests),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, key_scale.view(torch.int32),
-                value_codes, value_scales.view(torch.int32), extreme, *numbers, **constants,
+                value_codes, value_scales.view(torch.int32), extreme, *tables, rests, *numbers, **constants,
                 GROUP_HEADS=query_heads // heads, HEAD_DIM=head_dim, num_warps=1, num_stages=1,
                 maxnreg=FRAGMENT_REGISTERS,
             )
         else:
             attention_kernel[(batch * heads * (splits + 1),)](
                 query, new_key, new_value, keys, values, key_codes, key_scale, key_minimum, value_codes, value_scale,
-                value_minimum, *numbers, **shape, **constants, ROWS=group_rows(query_heads // heads, query.dtype),
+                value_minimum, *tables, *numbers, **shape, **constants,
+                ROWS=group_rows(query_heads // heads, query.dtype),
                 BLOCK=key_block(head_dim, query.element_size(), slots),
                 KEY_PAIRS=in_pairs(keys.dtype, group, key_bits),
                 VALUE_PAIRS=in_pairs(keys.dtype, group, value_bits), num_warps=4,
             )
         merge_kernel[(batch * query_heads,)](
             partial, row_maxima, weight_sums, output, values, value_codes, value_scale, value_minimum, extreme, count,
-            counters, due, heads, splits + 1, residual, slots, value_scales.shape[2],
-            **shape, BITS=value_bits, GROUP=group, PARTS=next_power_of_2(splits + 1), FRAGMENTS=fragments,
+            counters, due, heads, splits + rests, residual, slots, value_scales.shape[2],
+            **shape, BITS=value_bits, GROUP=group, PARTS=next_power_of_2(splits + rests), FRAGMENTS=fragments,
             num_warps=4,
         )
         _keys_kernel(
@@ -245,12 +248,15 @@ def fragment_room(groups: int, rows: int, group: int, key_bits: int) -> tuple[in
     return cdiv(tiles_of_keys * tile, group), tiles * tile
 
 
-def fragment_splits(rows: int, tokens: int, key_bits: int, device: torch.device) -> int:
-    """The number of one-warp programs that share the quantized tokens of a KV head, beside one for the others. Rounded
-    down, since a nearly empty wave takes as long as a full one."""
+def fragment_splits(rows: int, tokens: int, residual: int, key_bits: int, device: torch.device) -> tuple[int, int]:
+    """The numbers of one-warp programs that share the quantized tokens of a KV head, and the `residual` others. The
+    first is rounded down, since a nearly empty wave takes as long as a full one."""
     tiles = cdiv(tokens, EIGHT.value * WORD // key_bits)
     wanted = 2 if INTERPRETED else FRAGMENT_PROGRAMS * multiprocessors(device) // rows
-    return max(1, min(wanted, tiles, MAX_SPLITS - 1))
+    splits = max(1, min(wanted, tiles, MAX_SPLITS - 1))
+    # A small tile of the others takes about half as long as a tile of quantized tokens.
+    rest_tiles = cdiv(residual + 1, REST.value)
+    return splits, 2 if INTERPRETED else cdiv(rest_tiles, max(1, tiles // splits // 2))
 
 
 def in_pairs(dtype: torch.dtype, group: int, bits: int) -> bool:

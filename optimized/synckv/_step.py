@@ -60,8 +60,12 @@ def splits_of(
         work = sizes.batch * (representative_heads * tiles + other_heads * list_tiles)
         # As many programs as fit at a time if shares are short; otherwise twice as many, which finish more evenly.
         fit = RESIDENT * multiprocessors(device)
-        each = cdiv(work, fit if work <= SHORT * fit else 2 * fit)
-        each = max(each, 4, cdiv(tiles, MAX_SPLITS))
+        short = work <= SHORT * fit
+        each = max(cdiv(work, fit if short else 2 * fit), 4, cdiv(tiles, MAX_SPLITS))
+        # Each head's last share may be short: a few programs too many, for which all others would wait.
+        heads = sizes.batch * representative_heads, sizes.batch * other_heads
+        while short and heads[0] * cdiv(tiles, each) + heads[1] * cdiv(list_tiles, each) > fit and each < tiles:
+            each += 1
     return cdiv(tiles, each), cdiv(list_tiles, each), each * block
 
 

@@ -79,10 +79,12 @@ def anneal_kernel(
     kind = tl.load(thought + b * thought_b + m64 * thought_m, mask=there, other=0)
     earlier = there & (m < tl.load(current + b * current_b)) & (old > 0)
     change, tokens = tl.load(trajectory_change + b * change_b) != 0, tl.load(live + b * live_b)
-    if (tokens <= budget) & (change == 0):              # as in most steps: nothing is evicted
+    floor: tl.constexpr = (RETENTION >> (64 * (LEVELS - 1))) & 0x7FFFFFFFFFFFFFFF
+    can_shrink = tl.max(tl.where(earlier & (old > floor), 1, 0), 0)
+    if (change == 0) & ((tokens <= budget) | (can_shrink == 0)):        # as in most steps: nothing is evicted
         tl.store(new_size + b * segments + m, old, mask=there)
         tl.store(new_level + b * segments + m, levels, mask=there)
-        tl.store(over_budget + b, False)
+        tl.store(over_budget + b, tokens > budget)
         return
     planned, levels, left = plan(old, levels, kind, earlier, change, tokens, budget, RETENTION, LEVELS)
     tl.store(new_size + b * segments + m, planned, mask=there)

@@ -101,7 +101,8 @@ def _anneal(
             size, level, thought, current, trajectory_change, live, new_size, new_level, over_budget, segments, budget,
             *size.stride(), *level.stride(), *thought.stride(), *current.stride(), *trajectory_change.stride(),
             *live.stride(), RETENTION=packed_retention(retention), LEVELS=len(retention),
-            SEGMENTS=max(16, next_power_of_2(segments)), num_warps=1 if segments <= 64 else 4,
+            SEGMENTS=max(16, next_power_of_2(segments)),
+            num_warps=1 if segments <= 64 else 4 if segments <= 512 else 16,
         )
     return new_size, new_level, over_budget
 
