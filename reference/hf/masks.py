@@ -253,7 +253,8 @@ def no_padding(mask: object, position_ids: Tensor | None, own: Tensor | None, se
     if isinstance(mask, MaskSpec):
         mask = mask.given
     if mask is None:
-        refuse_restart(MaskSpec(attention_mask=None), position_ids, own, seen)
+        if STARTS_AT_0:
+            refuse_restart(MaskSpec(attention_mask=None), position_ids, own, seen)
         return True
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != seen + 1:
         return None
