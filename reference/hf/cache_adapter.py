@@ -354,7 +354,7 @@ class StateCache(Cache):
         that are replays: `generate` would make a mask for each of them."""
         if not torch.compiler.is_compiling():
             asks = sys._getframe(1).f_back
-            if self in REPLAYED or asks is not None and asks.f_code is _OF_PROMPTS:
+            if self in REPLAYED or (asks is not None and asks.f_code is _OF_PROMPTS):
                 return False
         return all(layer.is_compileable for layer in self.layers)               # PyTorch 2.11 compiles no super()
 
