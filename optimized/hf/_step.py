@@ -49,7 +49,8 @@ def arguments_of(
         if "position_ids" not in signature.parameters or given.get("attention_mask") is not None:
             raise NotReplayable("the model gets no position_ids, which generate passes")
         given = {**given, "position_ids": torch.full((1, 1), seen, dtype=torch.int64, device=device)}
-    kept, kind = {}, []
+    kept: dict[str, Any] = {}
+    kind: list[tuple[Hashable, ...]] = []
     for name in sorted(given):
         if name in ("past_key_values", "attention_mask"):
             continue

@@ -195,7 +195,8 @@ def half_a_pass(cache: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [(half_a_reset, r"interrupted reset\(\)"), (half_a_pass, "was interrupted")]
+    ("change", "says"), [(half_a_reset, r"interrupted reset\(\)"), (half_a_pass, "was interrupted")],
+    ids=["reset", "pass"],
 )
 def test_what_interrupts_one_layer_is_seen(change, says, model, monkeypatch):
     cache = h2o(model)
