@@ -29,7 +29,7 @@ from .._common import graph
 from .._common.state import Changeable
 from ._host import NotReplayable, parts
 from ._model import Model
-from ._step import Step, arguments_of, check_mask, phase_of
+from ._step import Step, arguments_of, no_padding, phase_of
 
 #: Devices that have graphs.
 DEVICES = ("cuda",)
@@ -203,10 +203,12 @@ class Captured:
             self._check_surroundings(device)
             mask = given.get("attention_mask")
             given, of_arguments = arguments_of(given, self._signature, seen, device)
-            check_mask(cache.layers[0], mask, given["position_ids"], seen)
+            tokens = no_padding(cache.layers[0], mask, given["position_ids"], seen)
             kind = phase, of_arguments
             if kept.seen != seen or self._known is None or not self._known.unchanged():
                 self._look_again(cache, kept)
+            if not tokens:                      # asked last: until here, the device may have been at work on the answer
+                raise NotReplayable("attention_mask says that a new token is padding")
             return self._step(cache, kept, kind, given, seen)
         except NotReplayable as error:
             self._refuse(str(error))

@@ -66,13 +66,12 @@ def arguments_of(
     return kept, tuple(kind)
 
 
-def check_mask(layer: Any, mask: object, position_ids: Tensor | None, seen: int) -> None:
-    """NotReplayable if a new token is padding, or for masks that do not say so."""
-    tokens = layer.no_padding(mask, position_ids, seen)
+def no_padding(layer: Any, mask: object, position_ids: Tensor | None, seen: int) -> bool | Tensor:
+    """Whether no new token is padding: see `StateLayer.no_padding`. NotReplayable for masks that do not say so."""
+    tokens: bool | Tensor | None = layer.no_padding(mask, position_ids, seen)
     if tokens is None:
         raise NotReplayable("attention_mask must have the two dimensions of tokens, with the cache's and one more")
-    if not tokens:
-        raise NotReplayable("attention_mask says that a new token is padding")
+    return tokens
 
 
 class Step:

@@ -262,7 +262,7 @@ class StateLayer(CacheLayerMixin):
         covered = self._mask is not None and self._mask.shape[1] > seen
         return None if seen == 0 or self._on_host() != seen or self._pending or covered else ()
 
-    def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | None:
+    def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | Tensor | None:
         """Whether that pass's token is padding in no row: see `masks.no_padding`."""
         return masks.no_padding(mask, position_ids, self._mask, seen)
 
