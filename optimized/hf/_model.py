@@ -49,7 +49,8 @@ class Model:
 
     def unchanged(self) -> bool:
         """Whether the same modules have their weights where they were, and the same hooks. Weights may have changed in
-        place. Runs before each replay, so it has no loops in Python."""
+        place. Runs before each replay, so it has no loops in Python. Hooks are seen here if they were registered, and
+        those that were written into a module's dictionary at the next prompt."""
         return (
             self._has_its_objects() and list(map(Tensor.data_ptr, self.weights)) == self._places
             and (RemovableHandle.next_id == self._handle or self._hooked() == self._numbers)
