@@ -160,6 +160,8 @@ def test_the_time_of_the_host(device, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [name for name, *_ in lines] == ["LongFlow", "ThinKV"]
     assert all(float(median) >= float(least) > 0 for _, median, least in lines)
+    for times in host.captured_steps("EpiKV", layers=4, steps=12):
+        assert min(times) > 0
     with pytest.raises(SystemExit):
         host.main(["Other"])
     assert "unknown: Other; known: CAKE, " in capsys.readouterr().err

@@ -68,7 +68,7 @@ class GrowingState(State):
 
     def reset(self) -> None:
         """Forget every token."""
-        self._interrupted = "reset"
+        self._start_reset()
         self._count.zero_()
         self._counters.zero_()
         self.positions.fill_(-1)

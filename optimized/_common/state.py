@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...reference.contract.arguments import capturing, check_dtype, resolve_device, resolve_scale
 from ...reference.contract.attention import check_prompt, check_step, state_sizes
-from ...reference.contract.interruption import Interruptible, Reorderable
+from ...reference.contract.interruption import Interruptible, Reorderable, note_change
 from .launch import DTYPES, check_kernel_device, check_kernel_sizes, check_launchable
 from .library_attention import attend_prompt
 
@@ -89,6 +89,11 @@ class Changeable(Interruptible):
         super()._start_change(what)
         self._note_change()
 
+    def _start_reset(self) -> None:
+        """As `_start_change`, but also after an interrupted change."""
+        self._interrupted = "reset"
+        self._note_change()
+
     def _end_change(self) -> None:
         was_reset = self._interrupted == "reset"
         super()._end_change()
@@ -98,8 +103,11 @@ class Changeable(Interruptible):
     def _note_change(self) -> None:
         """Every method that changes the state calls this or `_start_change`: otherwise a prompt overwrites tokens."""
         self._host.reset_last = False
-        if torch.compiler.is_compiling() or capturing(self.device):
+        compiling = torch.compiler.is_compiling()
+        if compiling or capturing(self.device):
             self._host.may_replay = True
+        if not compiling:
+            note_change()
 
 
 class State(Rows, Buffers, Changeable, Reorderable):

@@ -113,7 +113,7 @@ class CAKEState(State):
 
     def reset(self) -> None:
         """Forget every token. A shared cascade stays as it is."""
-        self._interrupted = "reset"
+        self._start_reset()
         if not self._shared:
             self.cascade.reset()
         if self.sizes.slots != self.config.budget + 1:

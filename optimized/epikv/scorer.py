@@ -84,7 +84,7 @@ class EpiKVScorer(Rows, Buffers, Changeable, Reorderable):
 
     def reset(self) -> None:
         """Forget every token."""
-        self._interrupted = "reset"
+        self._start_reset()
         self.occupied.zero_()
         self.positions.fill_(-1)
         self.score.fill_(-torch.inf)

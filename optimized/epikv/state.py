@@ -95,7 +95,7 @@ class EpiKVState(State):
 
     def reset(self) -> None:
         """Forget every token. A shared scorer is left as it is."""
-        self._interrupted = "reset"
+        self._start_reset()
         self._scratch[1].zero_()                                # in case a launch was interrupted
         if not self._shared:
             self.scorer.reset()

@@ -23,12 +23,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...reference.contract.arguments import capturing
-from ...reference.hf.cache_adapter import StateCache
+from ...reference.contract.interruption import last_change
+from ...reference.hf.cache_adapter import REPLAYED, StateCache
 from .._common import graph
 from .._common.state import Changeable
 from ._host import NotReplayable, parts
 from ._model import Model
-from ._step import Step, arguments_of, check_mask, phase_of
+from ._step import Step, arguments_of, no_padding, phase_of
 
 #: Devices that have graphs.
 DEVICES = ("cuda",)
@@ -109,6 +110,23 @@ class OfCache:
         self.steps: dict[Hashable, Step | None] = {}
         self.failed: set[Hashable] = set()
         self.seen = -1                              # tokens after the last step, if that was a replay
+        self._phase: Hashable = None                # of the step after it, by all changes until this one
+        self._change: object = None
+
+    def replayed(self, cache: StateCache, seen: int) -> None:
+        """A replay is under way, after which the cache has seen so many tokens. Prepares the next step meanwhile."""
+        self.seen, self._change = seen, last_change()
+        try:
+            self._phase = phase_of(cache, seen)
+        except NotReplayable:                       # the next step says so
+            self._change = None
+
+    def phase(self, cache: StateCache, seen: int) -> Hashable:
+        """As `phase_of`, which takes longer."""
+        layers = cache.layers
+        counted = [getattr(layer, "_seen", None) for layer in layers].count(seen)      # passes that were interrupted
+        same = self.seen == seen and self._change is last_change() and counted == len(layers)
+        return self._phase if same else phase_of(cache, seen)
 
 
 class Captured:
@@ -140,16 +158,16 @@ class Captured:
         """The model's forward pass."""
         if torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
-        given = {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs}
+        given = {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs} if args else kwargs
         cache = given.get("past_key_values")
-        if not isinstance(cache, StateCache) or not _is_one_token(given) or not cache.get_seq_length():
+        if not isinstance(cache, StateCache) or not _is_one_token(given) or not (seen := cache.get_seq_length()):
             if isinstance(cache, StateCache):
                 self._forget_last(cache)
             else:
                 self._other_cache(cache, given)
             return self._plain(*args, **kwargs)
         with _lock:
-            output = self._by_graph(cache, given)
+            output = self._by_graph(cache, given, seen)
             if output is not None:
                 self.replays += 1
                 return output
@@ -171,21 +189,26 @@ class Captured:
             self.reasons.append(reason)
             warnings.warn(f"captured: decode steps run without a CUDA graph: {reason}", stacklevel=6)
 
-    def _by_graph(self, cache: StateCache, given: dict[str, Any]) -> Any:
+    def _by_graph(self, cache: StateCache, given: dict[str, Any], seen: int) -> Any:
         """The output of a decode step by a graph, or None if it must run without."""
-        seen = cache.get_seq_length()
+        kept = self._caches.get(cache)
+        if kept is None:
+            kept = self._caches.setdefault(cache, OfCache())
+            REPLAYED.add(cache)
         try:
-            phase = phase_of(cache, seen)
+            phase = kept.phase(cache, seen)
             if phase is None:
                 return None
             device = cache.layers[0].device
             self._check_surroundings(device)
-            given = arguments_of(given, self._signature, seen, device)
-            check_mask(cache.layers[0], given.pop("attention_mask"), given.get("position_ids"), seen)
-            kind = _kind(phase, given)
-            kept = self._caches.setdefault(cache, OfCache())
+            mask = given.get("attention_mask")
+            given, of_arguments = arguments_of(given, self._signature, seen, device)
+            tokens = no_padding(cache.layers[0], mask, given["position_ids"], seen)
+            kind = phase, of_arguments
             if kept.seen != seen or self._known is None or not self._known.unchanged():
                 self._look_again(cache, kept)
+            if not tokens:                      # asked last: until here, the device may have been at work on the answer
+                raise NotReplayable("attention_mask says that a new token is padding")
             return self._step(cache, kept, kind, given, seen)
         except NotReplayable as error:
             self._refuse(str(error))
@@ -220,8 +243,20 @@ class Captured:
 
     def _step(self, cache: StateCache, kept: OfCache, kind: Hashable, given: dict[str, Any], seen: int) -> Any:
         """Replay a step of this kind, or capture it first. None if there is no graph."""
-        if kind in kept.failed:
+        step, device = kept.steps.get(kind), cache.layers[0].device
+        if step is None and not self._may_capture(cache, kept, kind):
             return None
+        with _on(device):
+            step = step or self._capture(cache, kept, kind, given)
+            _follow(device)
+            output = step.replay(given, cache)
+        kept.replayed(cache, seen + 1)
+        return output
+
+    def _may_capture(self, cache: StateCache, kept: OfCache, kind: Hashable) -> bool:
+        """Whether a step of this kind has run once, and no capture has failed."""
+        if kind in kept.failed:
+            return False
         if kind not in kept.steps:
             if list(kept.steps.values()).count(None) >= KINDS:
                 kept.steps = {known: step for known, step in kept.steps.items() if step is not None}
@@ -230,20 +265,11 @@ class Captured:
             for part in parts(cache):
                 if isinstance(part, Changeable):
                     part._expect_replays()              # the step that now follows compiles all kernels
-            return None
-        step = kept.steps[kind]
-        with _on(cache.layers[0].device):
-            if step is None:
-                step = self._capture(cache, kept, kind, given)      # of which the host has done its part
-            else:
-                step.count()
-            _follow(cache.layers[0].device)
-            output = step.replay(given, cache)
-        kept.seen = seen + 1
-        return output
+            return False
+        return True
 
     def _capture(self, cache: StateCache, kept: OfCache, kind: Hashable, given: dict[str, Any]) -> Step:
-        """Capture a step. The host is then where it is after the step. NotReplayable if this fails."""
+        """Capture a step. NotReplayable if this fails."""
         device, start = cache.layers[0].device, time.perf_counter()
         before = _reserved(device)
         if self._pool is None:
@@ -265,6 +291,7 @@ class Captured:
         """Free all graphs."""
         with _lock:
             had = self._pool is not None and self._pool.pool is not None
+            REPLAYED.difference_update(self._caches)
             self._caches.clear()
             self._pool = self._known = None
             self.memory_bytes = 0
@@ -278,14 +305,6 @@ def _is_one_token(given: dict[str, Any]) -> bool:
     if tokens is None:
         tokens = given.get("inputs_embeds")
     return isinstance(tokens, Tensor) and tokens.dim() > 1 and tokens.shape[1] == 1
-
-
-def _kind(phase: Hashable, given: dict[str, Any]) -> Hashable:
-    """What the steps of a graph have in common."""
-    return phase, *(
-        (name, (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value)
-        for name, value in sorted(given.items())
-    )
 
 
 def _on(device: torch.device) -> Any:

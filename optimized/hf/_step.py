@@ -40,41 +40,48 @@ def phase_of(cache: StateCache, seen: int) -> Hashable:
     return phases[0] if phases.count(phases[0]) == len(phases) else tuple(phases)
 
 
-def arguments_of(given: dict[str, Any], signature: Signature, seen: int, device: torch.device) -> dict[str, Any]:
-    """The arguments of a step except the cache, among them attention_mask, and position_ids, from which models rotate.
-    NotReplayable for any that a graph could not have."""
-    given = {"attention_mask": None, **given}
-    del given["past_key_values"]
+def arguments_of(
+    given: dict[str, Any], signature: Signature, seen: int, device: torch.device
+) -> tuple[dict[str, Any], tuple[Hashable, ...]]:
+    """The arguments of a step except the cache and the mask, among them position_ids, from which models rotate, and
+    what they have in common with those of other steps of a graph. NotReplayable for any that a graph could not have."""
     if given.get("position_ids") is None:
-        if "position_ids" not in signature.parameters or given["attention_mask"] is not None:
+        if "position_ids" not in signature.parameters or given.get("attention_mask") is not None:
             raise NotReplayable("the model gets no position_ids, which generate passes")
-        given["position_ids"] = torch.full((1, 1), seen, dtype=torch.int64, device=device)
-    for name, value in given.items():
-        if name == "attention_mask":
+        given = {**given, "position_ids": torch.full((1, 1), seen, dtype=torch.int64, device=device)}
+    kept: dict[str, Any] = {}
+    kind: list[tuple[Hashable, ...]] = []
+    for name in sorted(given):
+        if name in ("past_key_values", "attention_mask"):
             continue
-        if not isinstance(value, (Tensor, *SIMPLE)):
+        kept[name] = value = given[name]
+        if isinstance(value, Tensor):
+            if value.device != device:
+                raise NotReplayable(f"the argument {name} is on {value.device}, and the cache on {device}")
+            kind.append((name, value.shape, value.dtype))
+        elif isinstance(value, SIMPLE):
+            kind.append((name, value))
+        else:
             raise NotReplayable(f"the argument {name} is a {type(value).__name__}, neither a tensor nor a number")
-        if isinstance(value, Tensor) and value.device != device:
-            raise NotReplayable(f"the argument {name} is on {value.device}, and the cache on {device}")
-    return given
+    return kept, tuple(kind)
 
 
-def check_mask(layer: Any, mask: object, position_ids: Tensor | None, seen: int) -> None:
-    """NotReplayable if a new token is padding, or for masks that do not say so."""
-    tokens = layer.no_padding(mask, position_ids, seen)
+def no_padding(layer: Any, mask: object, position_ids: Tensor | None, seen: int) -> bool | Tensor:
+    """Whether no new token is padding: see `StateLayer.no_padding`. NotReplayable for masks that do not say so."""
+    tokens: bool | Tensor | None = layer.no_padding(mask, position_ids, seen)
     if tokens is None:
         raise NotReplayable("attention_mask must have the two dimensions of tokens, with the cache's and one more")
-    if not tokens:
-        raise NotReplayable("attention_mask says that a new token is padding")
+    return tokens
 
 
 class Step:
     """The graph of a decode step: its static inputs, its output, and what a replay adds to numbers on the host."""
 
     def __init__(self, forward: Callable[..., Any], cache: StateCache, given: dict[str, Any], pool: graph.Pool) -> None:
-        """Capture forward(**given) with this cache. An error leaves the cache as it was."""
+        """Capture forward(**given) with this cache, which stays as it is."""
         with torch.inference_mode(False), torch.no_grad():
             self._inputs = {name: value.clone() for name, value in given.items() if isinstance(value, Tensor)}
+        self._targets = list(self._inputs.values())
         before = Snapshot(cache)
         self._places = places(parts(cache))
         made: list[Any] = []
@@ -88,27 +95,29 @@ class Step:
                 join()                              # transfers that run beside the step are a part of it
 
         try:
-            self._replay = graph.captured(run, pool)
+            self._launch = graph.captured(run, pool)
             self._advances = before.advances()
         except BaseException:
             before.restore()
             raise
         self._output = made[0]
+        self._count(-1)
 
     def fits(self, objects: Sequence[object]) -> bool:
         """Whether a replay works on the tensors of these objects, of which the cache consists now."""
         return places(objects) == self._places
 
-    def count(self) -> None:
-        """Do the host's part of a step. (In a capture, the host does it anyway.)"""
+    def _count(self, times: int = 1) -> None:
+        """Do the host's part of so many steps."""
         for attributes, name, by in self._advances:
-            attributes[name] += by
+            attributes[name] += by * times
 
     def replay(self, given: dict[str, Any], cache: StateCache) -> Any:
-        """Launch the step. Returns the output of the forward pass, in tensors of its own."""
-        for name, tensor in self._inputs.items():
-            tensor.copy_(given[name])
-        self._replay()
+        """Launch the step, then do the host's part. Returns the output of the forward pass, in tensors of its own. An
+        error of the launch leaves the cache as it was."""
+        torch._foreach_copy_(self._targets, [given[name] for name in self._inputs])
+        self._launch()
+        self._count()
         return _with(cache, self._output)
 
 

@@ -118,7 +118,7 @@ class LongFlowState(State):
 
     def reset(self) -> None:
         """Forget every token."""
-        self._interrupted = "reset"
+        self._start_reset()
         self.occupied.zero_()
         self.positions.fill_(-1)
         self._next_slot.zero_()

@@ -131,7 +131,7 @@ class SyncKVState(State):
 
     def reset(self) -> None:
         """Forget every token."""
-        self._interrupted = "reset"
+        self._start_reset()
         for tensor in (
             self._key, self._value, self.occupied, self._fixed, self._counters, self._due, self._histograms,
         ):

@@ -84,7 +84,7 @@ class ThinKVState(State):
 
     def reset(self) -> None:
         """Forget every token."""
-        self._interrupted = "reset"
+        self._start_reset()
         self.cache.reset()
         for tensor in (
             self.sparsity, self.over_budget, self.levels, self._segment_sizes, self._seen, self._decoded, self._live,

@@ -7,6 +7,18 @@ from torch import Tensor
 
 from .arguments import check_reorder
 
+_last_change: list[object] = [object()]
+
+
+def note_change() -> None:
+    """Say that what the host knows of some state or cache has changed. Not in compiled code."""
+    _last_change[0] = object()
+
+
+def last_change() -> object:
+    """The last change of any state or cache on the host, in all threads: an object of its own for each."""
+    return _last_change[0]
+
 
 class Interruptible:
     """A state that notices that a change of it did not end.

@@ -51,6 +51,8 @@ _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
 # Keyword arguments by which some models change the logits. Ignoring them would compute another attention.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
+#: Caches whose steps are replays of CUDA graphs: those within `kvtwin.optimized.hf.captured`.
+REPLAYED: weakref.WeakSet[Any] = weakref.WeakSet()
 _OF_PROMPTS = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)     # generate's method for prompts
 
 
@@ -260,7 +262,7 @@ class StateLayer(CacheLayerMixin):
         covered = self._mask is not None and self._mask.shape[1] > seen
         return None if seen == 0 or self._on_host() != seen or self._pending or covered else ()
 
-    def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | None:
+    def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | Tensor | None:
         """Whether that pass's token is padding in no row: see `masks.no_padding`."""
         return masks.no_padding(mask, position_ids, self._mask, seen)
 
@@ -348,10 +350,13 @@ class StateCache(Cache):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile decode steps. Its method for prompts, which asks the same, gets False:
-        compiled chunks are right, but their graphs reach the compiler's limit, and steps then have none."""
-        asks = None if torch.compiler.is_compiling() else sys._getframe(1).f_back
-        of_prompts = asks is not None and asks.f_code is _OF_PROMPTS
-        return not of_prompts and all(layer.is_compileable for layer in self.layers)  # PyTorch 2.11 compiles no super()
+        compiled chunks are right, but their graphs reach the compiler's limit, and steps then have none. So do steps
+        that are replays: `generate` would make a mask for each of them."""
+        if not torch.compiler.is_compiling():
+            asks = sys._getframe(1).f_back
+            if self in REPLAYED or (asks is not None and asks.f_code is _OF_PROMPTS):
+                return False
+        return all(layer.is_compileable for layer in self.layers)               # PyTorch 2.11 compiles no super()
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The number of tokens before those of a pass, for its mask: see `StateLayer.get_mask_sizes`."""

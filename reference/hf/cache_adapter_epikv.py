@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..contract import MethodConfig
 from ..contract.arguments import check_choice, check_integer
 from ..contract.epikv.config import BANDS, POLICIES, EpiKVConfig, band_layers
+from ..contract.interruption import note_change
 from .cache_adapter import StateCache, StateLayer, one_token_per_pass
 from .masks import MaskSpec
 
@@ -209,6 +210,7 @@ class HiddenStateCache(StateCache):
         if self._passes is None or self._hooks is None:
             return
         self._passes.closed = True
+        note_change()
         self._hooks()
 
     def __enter__(self) -> HiddenStateCache:

@@ -242,19 +242,20 @@ def refuse_restart(spec: MaskSpec, position_ids: Tensor | None, mask: Tensor | N
         raise ValueError(f"the new tokens' positions start at 0, but the cache has seen {seen} tokens. {_advice()}")
 
 
-def no_padding(mask: object, position_ids: Tensor | None, own: Tensor | None, seen: int) -> bool | None:
+def no_padding(mask: object, position_ids: Tensor | None, own: Tensor | None, seen: int) -> bool | Tensor | None:
     """Whether no row's next token, after `seen` tokens, is padding; None for a mask that this cannot be read from.
 
-    mask: the model's attention_mask, a MaskSpec or None. own: the cache's own mask. Like a forward pass, this reads the
-    mask's newest elements on the host. ValueError as in `refuse_restart`.
+    mask: the model's attention_mask, a MaskSpec or None. own: the cache's own mask. The answer to a mask is a bool
+    tensor [], which the device computes while the host goes on. ValueError as in `refuse_restart`.
     """
     if isinstance(mask, dict) and len(mask) == 1:           # one for all layers, as `generate` makes them ahead
         mask = next(iter(mask.values()))
     if isinstance(mask, MaskSpec):
         mask = mask.given
     if mask is None:
-        refuse_restart(MaskSpec(attention_mask=None), position_ids, own, seen)
+        if STARTS_AT_0:
+            refuse_restart(MaskSpec(attention_mask=None), position_ids, own, seen)
         return True
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != seen + 1:
         return None
-    return bool(mask[:, -1].all())
+    return mask[:, -1].all()

@@ -21,7 +21,7 @@ from kvtwin.conformance.methods.support.captured_cases import MAKE, Make, assert
 from kvtwin.conformance.methods.support.tiny_models import generate, prompts
 from kvtwin.optimized import hf
 from kvtwin.optimized._common import graph
-from kvtwin.optimized.hf import captured
+from kvtwin.optimized.hf import _step, captured
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.usefixtures("graphs"), pytest.mark.whole]
 
@@ -140,6 +140,10 @@ class Stops(BaseStreamer):
         pass
 
 
+def stop(*_: object) -> None:
+    raise InterruptedError
+
+
 @some_caches
 def test_a_generation_after_one_that_failed(make, model, device):
     inputs, cache = prompts(5, [0], device), make(model)
@@ -153,9 +157,6 @@ def test_a_generation_after_one_that_failed(make, model, device):
 
 @some_caches
 def test_an_interrupted_pass_is_refused_as_without_a_graph(make, model, monkeypatch):
-    def stop(*_: object) -> None:
-        raise InterruptedError
-
     cache = make(model)
     with captured(model) as steps:
         decode(model, cache, 4)
@@ -180,6 +181,50 @@ def test_the_errors_of_a_step_are_raised(model, device):
         epikv.close()
         with pytest.raises(RuntimeError, match="closed"):
             feed(model, epikv, [[5]])
+
+
+def half_a_reset(cache: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cache.layers[1].state, "_end_change", stop)
+    cache.layers[1].state.reset()
+
+
+def half_a_pass(cache: Any, patch: pytest.MonkeyPatch) -> None:
+    """Not through the model's forward method."""
+    cache.layers[1].update(*torch.zeros(2, 1, 2, 1, 16, device=cache.layers[1].device))
+    stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [(half_a_reset, r"interrupted reset\(\)"), (half_a_pass, "was interrupted")],
+    ids=["reset", "pass"],
+)
+def test_what_interrupts_one_layer_is_seen(change, says, model, monkeypatch):
+    cache = h2o(model)
+    with captured(model) as steps:
+        decode(model, cache, 4)
+        with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+            change(cache, patch)
+        with pytest.raises(RuntimeError, match=says):
+            feed(model, cache, [[5]])
+        assert steps.replays == 3
+
+
+@pytest.mark.parametrize(("what", "taken"), [("_foreach_copy_", 0), ("_launch", 0), ("_with", 1)])
+def test_errors_before_and_after_a_launch(what, taken, model, monkeypatch):
+    """A step that was not launched leaves the cache as it was. The host counts one that was."""
+    def ends(cache: Any, left: int) -> list[Tensor]:
+        return [feed(model, cache, [[token]]) for token in (5, 6, 7)[left:]]
+
+    plain, cache = h2o(model), h2o(model)
+    expected = decode(model, plain, 4) + ends(plain, 0)[taken:]
+    with captured(model) as steps:
+        logits = decode(model, cache, 4)
+        (step,) = steps._caches[cache].steps.values()
+        with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+            patch.setattr({"_launch": step, "_with": _step, "_foreach_copy_": torch}[what], what, stop)
+            feed(model, cache, [[5]])
+        assert [layer.get_seq_length() for layer in cache.layers] == [7 + taken] * 2
+        assert_logits(logits + ends(cache, taken), expected)
 
 
 # Models that change --------------------------------------------------------------------------------------------------
@@ -227,6 +272,36 @@ def test_changes_of_the_model_are_seen(change, again, reset, model, device):
     with captured(model) as steps:
         assert_logits(run(model, h2o(model)), expected)
         assert (steps.eager, steps.reasons) == (1 + again, [])
+
+
+def test_an_equal_weight_of_one_element_is_another(model, device):
+    def run(model: Any) -> list[Tensor]:
+        mlp = model.model.layers[1].mlp
+        mlp.act_fn = torch.nn.PReLU(device=device).eval()
+        cache = h2o(model)
+        logits = decode(model, cache, 4)
+        mlp.act_fn.weight = torch.nn.Parameter(mlp.act_fn.weight.detach().clone())
+        return logits + [feed(model, cache, [[token]]) for token in (5, 6, 7)]
+
+    expected = run(made("qwen3", device))
+    with captured(model) as steps:
+        assert_logits(run(model), expected)
+        assert (steps.replays, steps.eager) == (5, 2)
+
+
+def test_a_hook_between_steps_runs(model, device):
+    def run(model: Any) -> list[Tensor]:
+        cache = h2o(model)
+        logits = decode(model, cache, 4)
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda _, args, output: 2 * output)
+        logits += [feed(model, cache, [[token]]) for token in (5, 6)]
+        hook.remove()
+        return logits + [feed(model, cache, [[token]]) for token in (7, 8, 9)]
+
+    expected = run(made("qwen3", device))
+    with captured(model) as steps, pytest.warns(UserWarning, match="forward hooks"):
+        assert_logits(run(model), expected)
+    assert (steps.replays, steps.eager) == (5, 4)
 
 
 # What stays of a graph -----------------------------------------------------------------------------------------------

@@ -280,9 +280,11 @@ def test_chunks_of_prompts_are_not_compiled(model, device, compiled, monkeypatch
 def test_nothing_is_compiled_within_captured(model, device, graphs, compiled):
     run, made_graphs, _ = compiled()
     inputs = prompts(5, [0, 2], device)
-    expected = generated(model, h2o(model), inputs, 4)
+    expected, cache = generated(model, h2o(model), inputs, 4), h2o(model)
     with captured(model) as steps:
-        assert_equal(run(model, h2o(model), inputs, 4), expected)
+        assert_equal(run(model, cache, inputs, 4), expected)
+        assert not cache.is_compileable, "generate makes a mask for each replay"
+    assert cache.is_compileable
     assert (steps.replays, steps.reasons, made_graphs) == (2, [], [])
     assert "get_compiled_call" not in vars(model)
 

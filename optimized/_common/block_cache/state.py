@@ -169,7 +169,7 @@ class BlockState(State):
 
     def reset(self) -> None:
         """Forget every token."""
-        self._interrupted = "reset"
+        self._start_reset()
         self.occupied.zero_()
         self.positions.fill_(-1)
         self._score.fill_(-torch.inf)
