@@ -51,6 +51,7 @@ class RKVState(BlockState):
     _rows = (*BlockState._rows, "_window_query", "_window_positions")
     _rule = "append"
     _library_attends = True
+    _chooses_early = True
 
     def _allocate(self) -> None:
         batch, query_heads, heads, slots, head_dim = self.sizes
@@ -68,20 +69,31 @@ class RKVState(BlockState):
         self._window_positions.fill_(-1)
 
     def _evict(self, block: Block, count: int) -> None:
-        observe(block.query, block.valid, self._seen, self._window_query, self._window_positions)
-        self._score_and_thin(count, appended=False)
+        self._choose(block, count)
+        self._settle(None, count)
 
     def _finish_step(self, query: Tensor) -> None:
-        self._score_and_thin(1, appended=True)
+        self._score_due(1, appended=True)
+        self._thin(self._score, 1, appended=True)
 
-    def _score_and_thin(self, count: int, *, appended: bool) -> None:
+    def _prepare(self, block: Block) -> Block:
+        return block
+
+    def _choose(self, prepared: Block, count: int) -> None:
+        """Score the tokens. `_thin` evicts by the scores, when it moves tokens."""
+        observe(prepared.query, prepared.valid, self._seen, self._window_query, self._window_positions)
+        self._score_due(count, appended=False)
+
+    def _settle(self, chosen: None, count: int) -> None:
+        self._thin(self._score, count, appended=False)
+
+    def _score_due(self, count: int, *, appended: bool) -> None:
         config = self.config
         score_due(
             self._window_query, self._window_positions, self.key, self.occupied, self._token_index, self._valid_seen,
             self._counts, self._score, *self._between, self.scale, config.capacity, count, config.kernel_size,
             config.mix_lambda, config.threshold, config.exempts_first, config.order == "score", appended,
         )
-        self._thin(self._score, count, appended=appended)
 
 
 @operation(
