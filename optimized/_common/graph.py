@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...reference.contract.arguments import capturing
+from .copies import copy_blocks
 from .launch import on_device_of
 
 Append = Callable[..., Tensor]
@@ -143,9 +144,10 @@ class Memory(Pool):
         `halves` of the memory's two. Views of the whole prompt, since making views takes time."""
         number = (prompt.count - first) // count
         pairs = [
-            in_words(mine[:, :count], prompt.chunks(given.detach(), first, number, count))
+            (mine[:, :count], prompt.chunks(given.detach(), first, number, count))
             for mine, given in zip((*self.chunk, self.output), (*prompt.tensors, prompt.output), strict=True)
         ]
+        pairs[-1] = in_words(*pairs[-1])
         mine = [[target[half] for target, _ in pairs] for half in range(halves)]
         theirs = zip(*(given.unbind(0) for _, given in pairs), strict=True)
         return [
@@ -272,8 +274,7 @@ class _Copies:
     def bring(self, move: Move) -> None:
         """Copy a chunk to the memory, whose half nobody reads any more: the output of the replay that did was taken."""
         with self._uses, on(self._side):
-            for mine, theirs in move.given:
-                mine.copy_(theirs)
+            copy_blocks(move.given)
             if self._side is not None:
                 self._brought = self._side.record_event()
 

@@ -29,7 +29,7 @@ LEAST, CHUNK, TIMES = 4, 2, 2
 BLOCK, BUDGET, HEAD_DIM = 3, 12, 20
 TOKENS = BLOCK * (LEAST + 1) + 2
 #: Methods whose evictions do not depend on the attention of a block.
-EARLY = ("keydiff", "lag_kv", "random", "snapkv", "streaming_llm")
+EARLY = ("keydiff", "lag_kv", "r_kv", "random", "snapkv", "streaming_llm")
 some_pairs = pytest.mark.parametrize("pair", [pair for pair in BLOCKS if pair.name in ("keydiff", "tova")], ids=str)
 
 
@@ -253,14 +253,14 @@ def test_evictions_are_chosen_on_a_branch_and_tokens_move_after_it(pair, device,
     monkeypatch.setattr(graph, "BLOCKS", TOKENS)
     for module, name in (
         (ops, "arrive"), (state, "_prepare"), (graph, "fork"), (state, "_choose"), (blocks, "attend"), (graph, "join"),
-        (ops, "settle"),
+        (state, "_settle"),
     ):
         noted(module, name)
     monkeypatch.setattr(graph, "on", on)
     # A block with the whole window of SnapKV has what it needs after its attention.
     state.append_block(**prompt_of(0, device, 1 if pair.name == "snapkv" else BLOCK))
     assert done == [
-        "arrive", "_prepare", "fork", "on the branch", "_choose", "off the branch", "attend", "join", "settle",
+        "arrive", "_prepare", "fork", "on the branch", "_choose", "off the branch", "attend", "join", "_settle",
     ]
 
 

@@ -85,7 +85,8 @@ class BlockState(State):
     - `_library_attends`: a kernel of PyTorch may attend for a prompt of one block, because the method compares the
       queries and keys as they come and does not read the softmaxes.
     - `_chooses_early`: evictions do not depend on the block's attention, and are chosen beside it: `_prepare` before
-      it, `_choose` beside it; the tokens move afterwards. `_early(count)`, if that depends on the block's size.
+      it, `_choose` beside it, `_settle` moves the tokens afterwards. `_early(count)`, if that depends on the block's
+      size.
     - `_allocate()`, `_clear()`: make and reset its buffers. `_rows` names those with rows, behind BlockState's.
     - `_evict(block, count)`, `_finish_step(query)`: evictions that ranks do not express, after a block and in a step.
     - `_after(query, valid, count)`: what follows the last block of a prompt, and a shorter last one.
@@ -311,10 +312,7 @@ class BlockState(State):
         )
         if early:
             graph.join(side)
-            ops.settle(
-                destination, self.key, self.value, self.occupied, self.positions, self._score, self._token_index,
-                self._carried, self.config.budget,
-            )
+            self._settle(destination, count)
         else:
             self._evict(Block(query, valid, end, softmax_parts), count)
         return output
@@ -361,13 +359,20 @@ class BlockState(State):
         """What `_choose` is to know of a block that is in its slots."""
         return self._update(block)
 
-    def _choose(self, prepared: Any, count: int) -> Tensor:
+    def _choose(self, prepared: Any, count: int) -> Any:
         """Where `_evict` moves the tokens of a block. Its attention may run at the same time, since it reads what is
         in the slots until the tokens move."""
         rank, protected = prepared
         return ops.choose(
             rank, protected, self.occupied, self._token_index, self._valid_seen, self._seen, self.config.budget, count,
             count, self._policy.sinks, self._policy.recent,
+        )
+
+    def _settle(self, chosen: Any, count: int) -> None:
+        """Move the tokens of a block as `_choose` found, after its attention."""
+        ops.settle(
+            chosen, self.key, self.value, self.occupied, self.positions, self._score, self._token_index, self._carried,
+            self.config.budget,
         )
 
     def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
