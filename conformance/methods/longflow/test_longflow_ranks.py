@@ -181,6 +181,7 @@ def test_longflow_of_many_slots_on_ranks_keeps_step_with_float64(heads, pools, d
     slots = 100 if device.type == "cpu" else 3000
     trace = spread(StateTrace(
         method="longflow", config=(("budget", slots), ("sinks", 2)), batch=2, key_value_heads=1, group=1, head_dim=64,
-        dtype=torch.bfloat16, prompt=slots + 7, padding="left", steps=4, seed=9, device=str(device), reorder_at=2,
+        dtype=torch.bfloat16, prompt=slots + 7, padding="left_padding", steps=4, seed=9, device=str(device),
+        reorder_at=2,
     ), heads)
     pools(heads[0]).run(states.keeps_step, "optimized", trace)

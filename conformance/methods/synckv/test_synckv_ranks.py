@@ -55,7 +55,7 @@ def test_synckv_on_ranks_keeps_step_with_float64(side, heads, clusters, data, po
 def fixed_trace(device, heads, **config):
     trace = StateTrace(
         method="synckv", config=tuple({"k": 5, "stride": 2, "max_tokens": 40, **config}.items()), batch=2,
-        head_dim=16, prompt=11, padding="left", steps=9, seed=3, device=str(device), reorder_at=5,
+        head_dim=16, prompt=11, padding="left_padding", steps=9, seed=3, device=str(device), reorder_at=5,
     )
     return states.spread(trace, heads)
 

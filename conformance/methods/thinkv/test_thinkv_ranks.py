@@ -50,7 +50,7 @@ def long_trace(device, heads, **config):
         method="thinkv", config=tuple({
             "budget": 14, "tau": 4, "group": 2, "block": 2, "retention": (2, 1), "edges": (0.1, 0.25),
             "sparsity_threshold": 0.4, "max_tokens": 60, **config,
-        }.items()), batch=2, head_dim=16, prompt=18, padding="left", steps=21, seed=5, device=str(device),
+        }.items()), batch=2, head_dim=16, prompt=18, padding="ends", steps=21, seed=5, device=str(device),
     )
     return states.spread(trace, heads)
 
@@ -63,6 +63,14 @@ def test_segments_shrink_alike_on_all_ranks(side, heads, sparsity_of, pools, dev
     trace = long_trace(device, heads, sparsity_of=sparsity_of)
     for found in pools(heads[0]).run(on_ranks.shrinks, side, trace):
         assert found == (True, True), "no segment shrank between thoughts, or none at the end of a transition"
+
+
+@pytest.mark.kind("equivalence")
+@each_side
+def test_a_row_begins_no_segments_behind_its_last_token(side, pools, device):
+    """One row has less tokens than the other, by more than a segment."""
+    trace = replace(long_trace(device, (2, 2, 2)), padding="stairs")
+    pools(2).run(states.keeps_step, side, replace(trace, reorder_at=-1, reset_at=-1))
 
 
 @pytest.mark.kind("equivalence")

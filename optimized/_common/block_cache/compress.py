@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....reference.contract import Sizes
-from ..launch import SMALL_TILES, on_device_of, padded_head_dim
+from ..launch import on_device_of, padded_head_dim
 from ..operation import operation
 from .evict_kernels import (
     COUNTED,
@@ -36,9 +36,9 @@ from .evict_kernels import (
 from .kernels import Window, launch_attention, launch_received
 from .ops import chunk_size, moved_at_once, rows
 
-#: Warps, slots per iteration, and tokens that move at a time, of programs that usually return at once. With 16 warps,
-#: or 4096 slots, only one such program fits on a multiprocessor at a time.
-PASSING_WARPS, PASSING_CHUNK, PASSING_TOKENS = 8, 2048, 32
+#: Warps, and slots per iteration, of programs that usually return at once. With 16 warps, or 4096 slots, only one such
+#: program fits on a multiprocessor at a time.
+PASSING_WARPS, PASSING_CHUNK = 8, 2048
 #: The first axis of `numbers`: slots in order of arrival, ranks as integers, free slots, new slots.
 _SLOTS_BY_AGE, _FREE_SLOTS, _DEST_SLOTS = (tl.constexpr(place) for place in (0, 2, 3))
 
@@ -115,7 +115,7 @@ def compress(
             received, key, value, occupied, positions, score, token_index, score, valid_seen, seen, counts, order,
             window_positions, numbers, numbers[1], budget, capacity, count, slots, heads, window_positions.shape[1],
             kernel_size, 0, 0, end, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
-            TOKENS=16 if SMALL_TILES else moved_at_once(key) if always else PASSING_TOKENS, ALWAYS=always,
+            TOKENS=moved_at_once(key), ALWAYS=always,
             APPENDED=appended, OBSERVES=True, CARRIED=False, MOVES=moves, PAGE=1,
             num_warps=4 if end <= 1024 else 16 if always else PASSING_WARPS,
         )
@@ -156,7 +156,7 @@ def thin(
             valid_seen, seen, counts, numbers, valid_seen, numbers, codes, budget, capacity, count, slots, heads, 0, 0,
             sinks,
             recent, rank.stride(1), HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim), CHUNK=chunk,
-            TOKENS=16 if SMALL_TILES else PASSING_TOKENS, ALWAYS=False, APPENDED=appended, OBSERVES=False,
+            TOKENS=moved_at_once(key), ALWAYS=False, APPENDED=appended, OBSERVES=False,
             CARRIED=carried is not None, MOVES=True, PAGE=page,
             num_warps=4 if end <= 1024 else PASSING_WARPS,
         )
