@@ -268,6 +268,8 @@ def occupancy(kind: str, generator: torch.Generator, shape: tuple[int, ...]) -> 
     full = torch.ones(shape, dtype=torch.bool, device=device)
     if kind == "empty_row":
         full[-1] = False
+    elif kind not in ("full", "none"):
+        raise ValueError(f"no such occupancy: {kind!r}")
     return full
 
 
