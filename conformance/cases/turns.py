@@ -113,7 +113,7 @@ def when_memory_is_free(test: Callable[..., None], /, *arguments: Any, **named: 
         try:
             test(*arguments, **named)
         except Exception as error:
-            if not _lacks_memory(error):
+            if _found(error, torch.OutOfMemoryError) is None:
                 raise
         else:
             return
@@ -124,15 +124,19 @@ def when_memory_is_free(test: Callable[..., None], /, *arguments: Any, **named: 
         time.sleep(pause)
     try:
         test(*arguments, **named)
-    except TakenMemory as error:
-        raise EnvironmentLimit(str(error)) from None
+    except Exception as error:
+        taken = _found(error, TakenMemory)
+        if taken is None:
+            raise
+        raise EnvironmentLimit(str(taken)) from None
 
 
-def _lacks_memory(error: BaseException) -> bool:
-    """Whether that is the error, or one of a group: Hypothesis calls a failing example again, when there may be memory.
-    """
-    inside = getattr(error, "exceptions", ())
-    return isinstance(error, torch.OutOfMemoryError) or any(map(_lacks_memory, inside))
+def _found(error: BaseException, kind: type[BaseException]) -> BaseException | None:
+    """The error if it is of this kind, or the first such one of a group: Hypothesis calls a failing example again, when
+    there may be memory."""
+    if isinstance(error, kind):
+        return error
+    return next(filter(None, (_found(one, kind) for one in getattr(error, "exceptions", ()))), None)
 
 
 def shares_its_gpu() -> bool:

@@ -163,6 +163,8 @@ TAKEN = turns.TakenMemory("it ran out of the GPU's memory, of which other proces
     (2, 2, LACK, 3), (2, 3, LACK, 4), (2, 4, LACK, torch.OutOfMemoryError), (1, 1, LACK, torch.OutOfMemoryError),
     (1, 0, LACK, 1), (2, 3, TAKEN, 4), (2, 4, TAKEN, EnvironmentLimit), (1, 1, TAKEN, EnvironmentLimit),
     (2, 1, ExceptionGroup("flaky", [ValueError(), LACK]), 2), (2, 1, ValueError("another error"), ValueError),
+    (2, 4, ExceptionGroup("flaky", [ValueError(), TAKEN]), EnvironmentLimit),
+    (2, 4, ExceptionGroup("flaky", [ValueError(), LACK]), ExceptionGroup),
 ])
 def test_a_test_is_called_again_when_other_processes_left_it_no_memory(monkeypatch, processes, short, raised, called):
     monkeypatch.setattr(turns, "shares_its_gpu", lambda: processes > 1)
