@@ -18,7 +18,7 @@ _PTX = tl.constexpr(PTX)
 
 
 @triton.jit
-def _bits(x):
+def bits_of(x):
     """The 16 bits of a number in the lower half of an int32."""
     return x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
@@ -32,7 +32,7 @@ def lower_of(pair, DTYPE: tl.constexpr):
 @triton.jit
 def both(lower, upper, DTYPE: tl.constexpr):
     """Two float32, rounded to 16 bits, in an int32."""
-    return _bits(round_to(lower, DTYPE)) | (_bits(round_to(upper, DTYPE)) << 16)
+    return bits_of(round_to(lower, DTYPE)) | (bits_of(round_to(upper, DTYPE)) << 16)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def pair_of(codes, steps, shifts, BITS: tl.constexpr, DTYPE: tl.constexpr, AT: t
 def _pair(word, step, shift, NUMBER: tl.constexpr, BITS: tl.constexpr):
     """The numbers of the codes NUMBER and NUMBER + C / 2 of words, see `pair_of`. step, shift: the scale and the
     minimum of both, 16-bit numbers."""
-    steps, shifts = _bits(step) * 0x10001, _bits(shift) * 0x10001
+    steps, shifts = bits_of(step) * 0x10001, bits_of(shift) * 0x10001
     return pair_of(word >> (NUMBER * BITS), steps, shifts, BITS, step.dtype)
 
 

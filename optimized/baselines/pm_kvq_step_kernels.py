@@ -9,27 +9,37 @@ import triton.language as tl
 from .._common.numerics import dot, float32, multiply, round_to
 from .._common.softmax import merge_head, weigh_tile
 from .kivi_kernels import number_of
+from .kivi_step_kernels import bits_of, pair_of
 from .pm_kvq_kernels import SEEN, SEEN_NEXT, field_start, quantized_count, width_after
 
 
 @triton.jit
-def _numbers(word, start, mask, step, shift, DTYPE: tl.constexpr):
-    """The numbers, even and odd channels, of the fields at `start` of words, with scales and minima that broadcast."""
-    even = number_of((word >> start) & mask) * step + shift
-    odd = number_of((word >> (16 + start)) & mask) * step + shift
-    return round_to(even, DTYPE), round_to(odd, DTYPE)
+def _numbers(word, start, width, step, shift, DTYPE: tl.constexpr):
+    """The numbers, even and odd channels, of the codes of `width` bits at `start` of words. step, shift: scales and
+    minima that broadcast."""
+    of_code = (1 << width) - 1
+    if tl.bfloat16 == DTYPE and width <= 4:                             # both channels in one instruction
+        codes = (word >> start) & (of_code * 0x10001)
+        pair = pair_of(codes, bits_of(step) * 0x10001, bits_of(shift) * 0x10001, 4, DTYPE)
+        even, odd = pair.to(tl.int16).to(DTYPE, bitcast=True), (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    else:
+        step, shift = float32(step), float32(shift)
+        even = round_to(number_of((word >> start) & of_code) * step + shift, DTYPE)
+        odd = round_to(number_of((word >> (16 + start)) & of_code) * step + shift, DTYPE)
+    return even, odd
 
 
 @triton.jit
 def _of_tokens(
-    scale, token, holds, c, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
+    scale, minimum, token, holds, c, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """The scales or minima of tokens, float32, to broadcast against [tokens, channel pairs c]; 0 if not `holds`."""
+    """The scales and minima of tokens, to broadcast against [tokens, channel pairs c]; 0 if not `holds`."""
     if GROUPS == 1:
-        return float32(tl.load(scale + token, mask=holds, other=0.0))[:, None]
+        at, inside = token[:, None], holds[:, None]
     else:
         inside = holds[:, None] & (c < HEAD_DIM // 2)[None, :]
-        return float32(tl.load(scale + token[:, None] * GROUPS + (2 * c // GROUP)[None, :], mask=inside, other=0.0))
+        at = token[:, None] * GROUPS + (2 * c // GROUP)[None, :]
+    return tl.load(scale + at, mask=inside, other=0.0), tl.load(minimum + at, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=[
@@ -67,7 +77,6 @@ def attention_kernel(
     DTYPE: tl.constexpr = keys.dtype.element_ty
     if split < splits:
         width = width_after(seen, limit_16, limit_8, limit_4)
-        of_code = (1 << width) - 1
         used = tl.minimum(packed, units).to(tl.int32)
         each = tl.cdiv(tl.cdiv(used, BLOCK), splits) * BLOCK
         end = tl.minimum(split * each + each, used)
@@ -83,22 +92,24 @@ def attention_kernel(
             inside = (unit < end)[:, None] & (c < HALF)[None, :]
             key_word = tl.load(key_words + tile, mask=inside, other=0)
             value_word = tl.load(value_words + tile, mask=inside, other=0)
+            token = unit.to(tl.int64)
+            holds = (unit < end) & (token < packed)
+            # Scales and minima of a field are loaded ahead of the products of the field before.
+            k_step, k_shift = _of_tokens(key_scale, key_minimum, token, holds, c, HEAD_DIM, GROUPS, GROUP)
+            v_step, v_shift = _of_tokens(value_scale, value_minimum, token, holds, c, HEAD_DIM, GROUPS, GROUP)
             for field in range(0, tl.cdiv(packed - begin, units).to(tl.int32)):
-                token = unit.to(tl.int64) + field * units
-                holds = (unit < end) & (token < packed)
                 start = field_start(field)
-                k_even, k_odd = _numbers(
-                    key_word, start, of_code, _of_tokens(key_scale, token, holds, c, HEAD_DIM, GROUPS, GROUP),
-                    _of_tokens(key_minimum, token, holds, c, HEAD_DIM, GROUPS, GROUP), DTYPE,
-                )
+                k_even, k_odd = _numbers(key_word, start, width, k_step, k_shift, DTYPE)
+                v_even, v_odd = _numbers(value_word, start, width, v_step, v_shift, DTYPE)
+                attended = holds[None, :]
+                token += units
+                holds = (unit < end) & (token < packed)
+                k_step, k_shift = _of_tokens(key_scale, key_minimum, token, holds, c, HEAD_DIM, GROUPS, GROUP)
+                v_step, v_shift = _of_tokens(value_scale, value_minimum, token, holds, c, HEAD_DIM, GROUPS, GROUP)
                 # Channels beyond the head: the words are 0 there, but the minimum of the only group is not. q is 0.
                 logit = dot(q_even, tl.trans(k_even)) + dot(q_odd, tl.trans(k_odd))
-                logit = tl.where(holds[None, :], multiply(logit, scale), float("-inf"))
+                logit = tl.where(attended, multiply(logit, scale), float("-inf"))
                 p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
-                v_even, v_odd = _numbers(
-                    value_word, start, of_code, _of_tokens(value_scale, token, holds, c, HEAD_DIM, GROUPS, GROUP),
-                    _of_tokens(value_minimum, token, holds, c, HEAD_DIM, GROUPS, GROUP), DTYPE,
-                )
                 weight = round_to(p, DTYPE)
                 acc_even = acc_even * rescale[:, None] + dot(weight, v_even)
                 acc_odd = acc_odd * rescale[:, None] + dot(weight, v_odd)

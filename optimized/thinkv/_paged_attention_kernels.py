@@ -16,9 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import divided, dot, float32, log2_or_minus_inf, round_output, round_to
+from .._common.numerics import divided, dot, float32, log2_or_minus_inf, round_to
 from .._common.scratch import is_last, row_of
-from .._common.softmax import merge_outputs, merge_sums, weigh_tile
+from .._common.softmax import merge_head, merge_sums, weigh_tile
 from ._mean_kernels import FREE, below_mean, pooled_weight
 from ._paging_decode import codes, values
 from ._paging_decode import key_scales as scales_of_keys
@@ -277,33 +277,24 @@ def attend_kernel(
     tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["heads", "slots", "splits"])
-def finish_kernel(
-    logits, partial, row_maxima, weight_sums, counts, buffered, sparsity_mask, output, below, sparsity,
-    completion_counters, pooled, sums, log_threshold, threshold, heads, slots, splits,
-    GROUP_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
-    D_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit
+def _measure(
+    batch_head, logits, row_maxima, weight_sums, counts, buffered, sparsity_mask, below, sparsity, completion_counters,
+    pooled, sums, log_threshold, threshold, heads, slots, splits,
+    GROUP_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     HAS_SPARSITY_MASK: tl.constexpr, OF_MEAN: tl.constexpr, OF_RANKS: tl.constexpr,
 ):
-    """Merges the outputs of a KV head's query heads. For rows whose sparsity is requested, also counts the tokens with
-    small weights; the last head of a row adds up the counts. log_threshold is in base 2. With OF_MEAN, the heads store
-    weights instead, and the last one averages them over the heads and counts. With OF_RANKS, they only store them:
-    without OF_MEAN as logarithms in base 2, +inf in free places."""
-    batch_head = tl.program_id(0).to(tl.int64)
+    """For rows whose sparsity is requested, counts a KV head's tokens with small weights; the last head of a row adds
+    up the counts. log_threshold is in base 2. With OF_MEAN, the heads store weights instead, and the last one averages
+    them over the heads and counts. With OF_RANKS, they only store them: without OF_MEAN as logarithms in base 2, +inf
+    in free places."""
     b = batch_head // heads
-    g, i, d = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS), tl.arange(0, D_PAD)
+    g, i = tl.arange(0, GROUP_PAD), tl.arange(0, SPLITS)
     valid = g < GROUP_HEADS
-    part = (batch_head * GROUP_HEADS + g) * splits
-    there = valid[:, None] & (i < splits)[None, :]
-    row_max, total = merge_sums(row_maxima, weight_sums, part[:, None] + i[None, :], there, SAME_LAUNCH=False)
-    result = merge_outputs(
-        partial, row_maxima, part, splits, row_max, total, valid, HEAD_DIM, D_PAD, SAME_LAUNCH=False, TOGETHER=8
-    )
-    at = (batch_head * GROUP_HEADS + g)[:, None] * HEAD_DIM + d[None, :]
-    mask = valid[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(output + at, round_output(result, output.dtype.element_ty), mask=mask)
-
     if heads_with_sparsity(sparsity_mask, b, GROUP_HEADS, HAS_SPARSITY_MASK) > 0:
+        part = (batch_head * GROUP_HEADS + g)[:, None] * splits + i[None, :]
+        there = valid[:, None] & (i < splits)[None, :]
+        row_max, total = merge_sums(row_maxima, weight_sums, part, there, SAME_LAUNCH=False)
         # The largest weight of head g is 1 / total. A token counts by its largest. Subtracting row_max first is exact.
         log_total = log2_or_minus_inf(total)
         limit = tl.max(tl.where(valid, -log_total, float("-inf")), 0) + log_threshold
@@ -348,3 +339,23 @@ def finish_kernel(
                 tl.store(sparsity + b, share)
     elif not OF_RANKS:
         tl.store(sparsity + b, float("nan"), mask=batch_head % heads == 0)
+
+
+@triton.jit(do_not_specialize=["heads", "slots", "splits"])
+def finish_kernel(
+    logits, partial, row_maxima, weight_sums, counts, buffered, sparsity_mask, output, below, sparsity,
+    completion_counters, pooled, sums, log_threshold, threshold, heads, slots, splits,
+    GROUP_HEADS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
+    D_PAD: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_SPARSITY_MASK: tl.constexpr, OF_MEAN: tl.constexpr, OF_RANKS: tl.constexpr,
+):
+    """The first programs, one for each query head, merge its output. The others, one for each KV head, `_measure`."""
+    outputs = tl.num_programs(0) // (GROUP_HEADS + 1) * GROUP_HEADS
+    if tl.program_id(0) < outputs:
+        merge_head(partial, row_maxima, weight_sums, output, splits, HEAD_DIM, D_PAD, SPLITS)
+    else:
+        _measure(
+            (tl.program_id(0) - outputs).to(tl.int64), logits, row_maxima, weight_sums, counts, buffered, sparsity_mask,
+            below, sparsity, completion_counters, pooled, sums, log_threshold, threshold, heads, slots, splits,
+            GROUP_HEADS, GROUP_PAD, BLOCK, SPLITS, CHUNK, HAS_SPARSITY_MASK, OF_MEAN, OF_RANKS,
+        )

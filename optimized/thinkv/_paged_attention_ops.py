@@ -145,7 +145,7 @@ def attend(
                 buffer_value, *tables, *numbers, **constants, BLOCK=block, D_PAD=d_pad, ROWS=GROUP_ROWS,
                 num_warps=4, num_stages=2,
             )
-        finish_kernel[(batch_heads,)](
+        finish_kernel[(batch_heads * (group_heads + 1),)](
             logits, partial, row_maxima, weight_sums, counts, buffered, mask, output, below, sparsity,
             completion_counters, pooled, sums, math.log2(threshold), threshold, heads, slots, num_partials,
             GROUP_HEADS=group_heads, GROUP_PAD=next_power_of_2(group_heads), BLOCK=block, HEAD_DIM=head_dim,

@@ -257,7 +257,7 @@ def evict_kernel(
     tokens, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used, group_tokens, counts,
     slots, entries, groups, tokens_b, tokens_s, first_t, first_e, first_r,
     OF_T: tl.constexpr, OF_E: tl.constexpr, OF_R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_PAD: tl.constexpr,
-    ENTRIES: tl.constexpr, CHUNK: tl.constexpr,
+    ENTRIES: tl.constexpr, CHUNK: tl.constexpr, MARKS: tl.constexpr,
 ):
     """A row's evictions: removes marked tokens and frees the blocks that become empty."""
     b = tl.program_id(0).to(tl.int64)
@@ -268,9 +268,14 @@ def evict_kernel(
     evicted += b * slots
     slot_groups += b * slots
     counts += b * COUNTS
+    # Nearly all steps evict nothing. They only read the marks, many at a time.
+    marked = tl.zeros([MARKS], tl.int32)
+    for start in range(0, slots, MARKS):
+        s = start + tl.arange(0, MARKS)
+        marked |= tl.load(tokens + b * tokens_b + s.to(tl.int64) * tokens_s, mask=s < slots, other=0).to(tl.int32)
     o = tl.arange(0, BLOCK_PAD)[None, :]
     freed = 0
-    for start in range(0, entries, ENTRIES):
+    for start in range(0, tl.where(tl.max(marked, 0) != 0, entries, 0), ENTRIES):
         e = start + tl.arange(0, ENTRIES)
         s = e[:, None] * BLOCK + o
         inside = (e < entries)[:, None] & (o < BLOCK)

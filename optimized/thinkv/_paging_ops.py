@@ -259,7 +259,8 @@ def evict(
             tokens, positions, segments, evicted, slot_groups, block_thoughts, physical, order, used, group_tokens,
             counts, slots, entries, group_tokens.shape[1], *tokens.stride(), *plan_of.first,
             **plan_of.types, BLOCK=block, BLOCK_PAD=block_pad,
-            ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=chunk_of(entries), num_warps=4,
+            ENTRIES=max(1, (32 if SMALL_TILES else 2048) // block_pad), CHUNK=chunk_of(entries),
+            MARKS=32 if SMALL_TILES else 8192, num_warps=4,
         )
 
 

@@ -14,7 +14,7 @@ from ._paging_kernels import pick
 from ._paging_layout import keys_at, whole_at
 
 #: The segments whose plan a program reads at once.
-PLANS = tl.constexpr(4 if SMALL_TILES else 256)
+PLANS = tl.constexpr(4 if SMALL_TILES else 1024)
 
 
 @triton.jit

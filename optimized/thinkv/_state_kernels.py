@@ -55,3 +55,21 @@ def settle_kernel(
     tl.store(change + b, taken & ended & (kind == 0))
     tl.store(seen + b, tl.load(seen + b) + one)
     tl.store(decoded + b, step + one)
+
+
+@triton.jit
+def commit_kernel(
+    sizes, levels, live, over_budget, new_sizes, new_levels, new_over_budget, segments, SEGMENTS: tl.constexpr
+):
+    """Program: a row. The plan of its segments, [B, M] and over_budget [B], becomes true, and what goes is not live."""
+    b = tl.program_id(0).to(tl.int64)
+    left = tl.zeros([SEGMENTS], tl.int64)
+    for start in range(0, segments, SEGMENTS):
+        m = start + tl.arange(0, SEGMENTS)
+        at, inside = b * segments + m, m < segments
+        size = tl.load(new_sizes + at, mask=inside, other=0)
+        left += tl.load(sizes + at, mask=inside, other=0) - size
+        tl.store(sizes + at, size, mask=inside)
+        tl.store(levels + at, tl.load(new_levels + at, mask=inside), mask=inside)
+    tl.store(live + b, tl.load(live + b) - tl.sum(left, 0))
+    tl.store(over_budget + b, tl.load(new_over_budget + b))

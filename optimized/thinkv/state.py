@@ -23,7 +23,7 @@ from .._common.state import State
 from . import _paging_ops as ops
 from . import _ranks_ops as on_ranks
 from ._shrink_kernels import shrink_kernel
-from ._state_kernels import begin_kernel, settle_kernel
+from ._state_kernels import begin_kernel, commit_kernel, settle_kernel
 from ._tiles import ITERATIONS, MAX_TOKENS, programs, tile
 from .eviction import plan_anneal
 from .paging import PagedCache, decode_with
@@ -274,10 +274,7 @@ class ThinKVState(State):
                 self._ranks.each(grams), self._segment_sizes, plan.size, first, tables.segments, tables.positions,
                 tables.physical, config.block, *keys[-2:], self._ranks.replicas,
             ))
-        self._live.sub_((self._segment_sizes - plan.size).sum(1))
-        self._segment_sizes.copy_(plan.size)
-        self.levels.copy_(plan.level)
-        self.over_budget.copy_(plan.over_budget)
+        _commit(self._segment_sizes, self.levels, self._live, self.over_budget, *plan)
 
 
 # Operations ----------------------------------------------------------------------------------------------------------
@@ -307,6 +304,18 @@ def _settle(
         settle_kernel[(len(segment),)](
             sparsity, found, thought, thoughts, segment, seen, decoded, positions, sparsity_mask, buffered, sizes, live,
             flush, change, tau, group, sizes.shape[1], low, high, CLASSIFY=by_sparsity, num_warps=1,
+        )
+
+
+@operation("kvtwin::thinkv_commit", mutates_args=("sizes", "levels", "live", "over_budget"))
+def _commit(
+    sizes: Tensor, levels: Tensor, live: Tensor, over_budget: Tensor, new_sizes: Tensor, new_levels: Tensor,
+    new_over_budget: Tensor,
+) -> None:
+    with on_device_of(sizes):
+        commit_kernel[(len(sizes),)](
+            sizes, levels, live, over_budget, new_sizes, new_levels, new_over_budget, sizes.shape[1],
+            SEGMENTS=4 if SMALL_TILES else 1024, num_warps=4,
         )
 
 
