@@ -14,18 +14,26 @@ from .pm_kvq_kernels import SEEN, SEEN_NEXT, field_start, quantized_count, width
 
 
 @triton.jit
+def _one_by_one(word, start, of_code, step, shift, DTYPE: tl.constexpr):
+    even = number_of((word >> start) & of_code) * float32(step) + float32(shift)
+    odd = number_of((word >> (16 + start)) & of_code) * float32(step) + float32(shift)
+    return round_to(even, DTYPE), round_to(odd, DTYPE)
+
+
+@triton.jit
 def _numbers(word, start, width, step, shift, DTYPE: tl.constexpr):
     """The numbers, even and odd channels, of the codes of `width` bits at `start` of words. step, shift: scales and
     minima that broadcast."""
     of_code = (1 << width) - 1
-    if tl.bfloat16 == DTYPE and width <= 4:                             # both channels in one instruction
-        codes = (word >> start) & (of_code * 0x10001)
-        pair = pair_of(codes, bits_of(step) * 0x10001, bits_of(shift) * 0x10001, 4, DTYPE)
-        even, odd = pair.to(tl.int16).to(DTYPE, bitcast=True), (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    if tl.bfloat16 == DTYPE:
+        if width <= 4:                                                  # both channels in one instruction
+            codes = (word >> start) & (of_code * 0x10001)
+            pair = pair_of(codes, bits_of(step) * 0x10001, bits_of(shift) * 0x10001, 4, DTYPE)
+            even, odd = pair.to(tl.int16).to(DTYPE, bitcast=True), (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        else:
+            even, odd = _one_by_one(word, start, of_code, step, shift, DTYPE)
     else:
-        step, shift = float32(step), float32(shift)
-        even = round_to(number_of((word >> start) & of_code) * step + shift, DTYPE)
-        odd = round_to(number_of((word >> (16 + start)) & of_code) * step + shift, DTYPE)
+        even, odd = _one_by_one(word, start, of_code, step, shift, DTYPE)
     return even, odd
 
 
