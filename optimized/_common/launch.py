@@ -189,16 +189,23 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def split_slots(sizes: Sizes, block: int, device: torch.device, programs: int = PROGRAMS) -> tuple[int, int]:
+def few_rows(sizes: Sizes, device: torch.device) -> bool:
+    """Whether there are too few rows to fill the multiprocessors, so that what a program does first and last counts."""
+    return sizes.batch * sizes.key_value_heads < RESIDENT // 2 * multiprocessors(device)
+
+
+def split_slots(
+    sizes: Sizes, block: int, device: torch.device, programs: int = PROGRAMS, resident: int = RESIDENT
+) -> tuple[int, int]:
     """The number of programs that share one row's slots, and the slots of each, a multiple of `block`. With much work
-    the aim is `programs` per multiprocessor."""
+    the aim is `programs` per multiprocessor, with few rows `resident`."""
     rows, tiles = sizes.batch * sizes.key_value_heads, cdiv(sizes.slots, block)
     if INTERPRETED:
         wanted = 2
-    elif rows >= RESIDENT // 2 * multiprocessors(device):
+    elif not few_rows(sizes, device):
         wanted = cdiv(programs * multiprocessors(device), rows)
     else:
-        wanted = RESIDENT * multiprocessors(device) // rows
+        wanted = max(1, resident * multiprocessors(device) // rows)
     tiles_each = cdiv(tiles, min(wanted, tiles, MAX_SPLITS))
     return cdiv(tiles, tiles_each), tiles_each * block
 

@@ -29,9 +29,10 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E
 from .._common.operation import operation
+from .._common.prompts import prompt_selection
 from .._common.state import State
 from .cake_kernels import attention_kernel, evict_kernel, merge_kernel
-from .cake_prompt import MISSING, budgets, log_preference, observe, places_of, ranks_of
+from .cake_prompt import MISSING, budgets, keep, log_preference, observe, ranks_of
 
 __all__ = ["CAKECascade", "CAKEConfig", "CAKEState", "ObserveResult", "budgets", "log_preference", "observe"]
 
@@ -94,16 +95,16 @@ class CAKEState(State):
         """The buffers of so many slots, with zeros."""
         batch, _, heads, _, head_dim = self.sizes
         self.key, self.value = (self._buffer(batch, heads, slots, head_dim, dtype=self.dtype) for _ in range(2))
-        self._allocate_beside(slots)
-
-    def _allocate_beside(self, slots: int) -> None:
-        """The buffers of so many slots besides keys and values."""
-        batch, query_heads, heads, _, head_dim = self.sizes
-        self.sizes = self.sizes._replace(slots=slots)
         self.positions = self._buffer(batch, heads, slots, dtype=torch.int64)
         self._order = self._buffer(batch, heads, slots, dtype=torch.int32)
         #: See `ranks_of`. The first step that evicts overwrites it with what the tokens receive.
         self._rank = self._buffer(batch, heads, slots, dtype=torch.int32)
+        self._allocate_scratch(slots)
+
+    def _allocate_scratch(self, slots: int) -> None:
+        """What a step with so many slots needs besides the cache."""
+        batch, query_heads, _, _, head_dim = self.sizes
+        self.sizes = self.sizes._replace(slots=slots)
         self._logits = self._buffer(batch, query_heads, slots, dtype=torch.float32)
         block = key_block(head_dim, self.dtype.itemsize, slots)
         self._splits, self._share = split_slots(self.sizes, block, self.device)
@@ -186,27 +187,21 @@ class CAKEState(State):
         key, value, positions, rank = self._arrived or (self.key, self.value, self.positions, self._rank)
         self._arrived = None
         self.budgets.copy_(budget)
-        keep = (rank < budget[:, None, None]) | (self._short[:, None, None] & (positions >= 0))
-        held = keep.sum(-1)                                                             # [B, Hkv]
         # One more than the most tokens of a row now, or after any later step.
         slots = max(self._longest, self.cascade._most[self.layer] + self.config.window) + 1
-        place = places_of(keep, slots)
-        at, empty = place.clamp_min(0), place < 0
-        positions = positions.gather(-1, at).masked_fill_(empty, -1)
-        rank = rank.gather(-1, at).masked_fill_(empty, MISSING)
+        place, positions, rank, order, held = keep(rank, positions, self.budgets, self._short, slots)
+        batch, heads, _, head_dim = key.shape
+        kept_key, kept_value = (x.new_zeros(batch, heads, slots, head_dim) for x in (key, value))
+        prompt_selection.copy(key, value, place.view(batch * heads, slots), kept_key, kept_value)
+        kept = {"key": kept_key, "value": kept_value, "positions": positions, "_rank": rank, "_order": order}
         same = slots == self.sizes.slots
-        if not same:
-            self._allocate_beside(slots)
-        for name, tensor in (("key", key), ("value", value)):
-            there = tensor.gather(2, at[..., None].expand(-1, -1, -1, tensor.shape[-1]))
-            there.masked_fill_(empty[..., None], 0)
+        for name, tensor in kept.items():
             if same:
-                getattr(self, name).copy_(there)
+                getattr(self, name).copy_(tensor)
             else:
-                setattr(self, name, there)
-        self.positions.copy_(positions)
-        self._rank.copy_(rank)
-        self._order.copy_(torch.arange(slots, device=self.device))
+                setattr(self, name, tensor)
+        if not same:
+            self._allocate_scratch(slots)
         self._held.copy_(held)
         self._free.copy_(held)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -31,6 +32,7 @@ from .cake_kernels import normaliser_kernel, observe_kernel
 QUERIES = 16 if SMALL_TILES else 64
 #: The ranks of tokens that stay whatever the budget is, and of tokens that are not there.
 WINDOW, MISSING = -1, 2**31 - 1
+_MISSING = tl.constexpr(MISSING)
 
 
 def observe(
@@ -104,11 +106,66 @@ def ranks_of(score: Tensor) -> Tensor:
     return rank.masked_fill(in_window, WINDOW).masked_fill(score == -torch.inf, MISSING)
 
 
-def places_of(keep: Tensor, slots: int) -> Tensor:
-    """The slots of the kept tokens, ascending, then -1: keep [B, Hkv, S] bool -> [B, Hkv, slots] int64."""
-    place = (~keep).to(torch.int8).sort(dim=-1, stable=True).indices
-    place = place.masked_fill(torch.arange(keep.shape[-1], device=keep.device) >= keep.sum(-1, keepdim=True), -1)
-    return pad(place, (0, max(0, slots - keep.shape[-1])), value=-1)[..., :slots]
+@operation("kvtwin::cake_keep", mutates_args=())
+def keep(
+    rank: Tensor, positions: Tensor, budget: Tensor, short: Tensor, slots: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What a layer keeps of tokens with rank, positions [B, Hkv, S], contiguous: ranks below budget [B], or in rows
+    that are `short` [B] all. Returns, in the order of the tokens, their indices, -1 for none, positions, ranks and the
+    order of slots, [B, Hkv, slots], and how many they are, [B, Hkv] int32."""
+    batch, heads, total = rank.shape
+    shape, device = (batch, heads, slots), rank.device
+    place, kept = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
+    ranks, order = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
+    held = torch.empty(batch, heads, dtype=torch.int32, device=device)
+    with on_device_of(rank):
+        keep_kernel[(batch * heads,)](
+            rank, positions, budget, short, place, kept, ranks, order, held, heads, total, slots,
+            CHUNK=16 if SMALL_TILES else 2048, num_warps=8,
+        )
+    return place, kept, ranks, order, held
+
+
+@keep.register_fake
+def _(rank: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shape = (*rank.shape[:2], slots)
+    place, kept = (rank.new_empty(shape, dtype=torch.int64) for _ in range(2))
+    return place, kept, rank.new_empty(shape), rank.new_empty(shape), rank.new_empty(rank.shape[:2])
+
+
+@triton.jit(do_not_specialize=["heads", "total", "slots"])
+def keep_kernel(
+    rank, positions, budget, short, place, kept, ranks, order, held, heads, total, slots, CHUNK: tl.constexpr
+):
+    """Program: the tokens of a KV head. See `keep`."""
+    row_head = tl.program_id(0).to(tl.int64)
+    rank += row_head * total
+    positions += row_head * total
+    place += row_head * slots
+    kept += row_head * slots
+    ranks += row_head * slots
+    order += row_head * slots
+    most, whole = tl.load(budget + row_head // heads), tl.load(short + row_head // heads) != 0
+    count = 0
+    for start in range(0, total, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        r = tl.load(rank + i, mask=i < total, other=_MISSING)
+        position = tl.load(positions + i, mask=i < total, other=-1)
+        stays = (r < most) | (whole & (position >= 0))
+        to = count + tl.cumsum(stays.to(tl.int32), 0) - 1
+        inside = stays & (to < slots)
+        tl.store(place + to, i.to(tl.int64), mask=inside)
+        tl.store(kept + to, position, mask=inside)
+        tl.store(ranks + to, r, mask=inside)
+        count += tl.sum(stays.to(tl.int32), 0)
+    tl.store(held + row_head, count)
+    for start in range(0, slots, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        free = (i >= count) & (i < slots)
+        tl.store(order + i, i, mask=i < slots)
+        tl.store(place + i, tl.full([CHUNK], -1, tl.int64), mask=free)
+        tl.store(kept + i, tl.full([CHUNK], -1, tl.int64), mask=free)
+        tl.store(ranks + i, tl.full([CHUNK], _MISSING, tl.int32), mask=free)
 
 
 @operation("kvtwin::cake_observe", mutates_args=())

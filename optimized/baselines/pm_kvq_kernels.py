@@ -267,8 +267,8 @@ def settle_kernel(
     HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Program: BLOCK of the `units` of a row's KV head, of which there are `parts`, of keys and of values. Quantizes
-    and shrinks what is due.
+    """Program: every `parts`-th tile of BLOCK of the `units` of a row's KV head, of keys and of values. Quantizes and
+    shrinks what is due.
 
     PROMPT: key and value are [B, H, T, D], place [B, slots] int64 has the token of each slot, and count [B] says how
     many there are, of `seen` with padding. STEP: key and value are the buffers of unquantized tokens, due [B] has the
@@ -295,8 +295,9 @@ def settle_kernel(
             tl.store(count + b, now)
             if b == 0:
                 tl.store(counters + SEEN, new_seen)
-    if active:
-        unit = part.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # No step of the loop without something due.
+    for tile in range(part, tl.where(active, tl.cdiv(units, BLOCK), 0), parts):
+        unit = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         _settle(
             key + b * key_b + h * key_h, key_t, key_d, place, key_words, key_scale, key_minimum, row_head, unit, units,
             capacity, before, after, old, width, sinks, least, HEAD_DIM, HALF_PAD, GROUPS, GROUP, BLOCK, MODE,

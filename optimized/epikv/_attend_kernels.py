@@ -10,6 +10,8 @@ from torch import Tensor
 from ...reference.contract import Sizes
 from .._common.launch import (
     MAX_SPLITS,
+    SMALL_TILES,
+    few_rows,
     group_rows,
     key_block,
     next_power_of_2,
@@ -39,8 +41,7 @@ def attend(
     heads, slots = key.shape[1], key.shape[2]
     sizes = Sizes(batch, query_heads, heads, slots, head_dim)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    block = key_block(head_dim, key.element_size(), slots)
-    splits, split_size = split_slots(sizes, block, key.device)
+    block, splits, split_size, options = _cut(sizes, key)
     with on_device_of(key):
         attend_kernel[(batch * heads * splits,)](
             query, new_key, new_value, key, value, occupied, slot, output, workspace, completion_counters, logits,
@@ -49,7 +50,7 @@ def attend(
             GROUP=sizes.group, HEAD_DIM=head_dim, D_PAD=padded_head_dim(head_dim),
             GROUP_PAD=next_power_of_2(sizes.group), ROWS=group_rows(sizes.group, query.dtype), BLOCK=block,
             SPLITS=1 if splits == 1 else 8 if splits <= 8 else MAX_SPLITS, KEEP=logits.numel() > 0,
-            num_warps=4, num_stages=3,
+            **options,
         )
     return output
 
@@ -59,10 +60,20 @@ def _(query: Tensor) -> Tensor:
     return query.new_empty(query.shape)
 
 
+def _cut(sizes: Sizes, key: Tensor) -> tuple[int, int, int, dict[str, int]]:
+    """The slots of a tile, the number of splits and the slots of each, and launch options."""
+    block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
+    if few_rows(sizes, key.device) and key.element_size() == 2 and not SMALL_TILES:
+        # Two programs on a multiprocessor, with larger tiles: 41 instead of 66 us on an H200, for one row of 33K slots.
+        wide = min(2 * block, 128)
+        return wide, *split_slots(sizes, wide, key.device, resident=2), {"num_warps": 8, "num_stages": 2}
+    return block, *split_slots(sizes, block, key.device), {"num_warps": 4, "num_stages": 3}
+
+
 def scratch(sizes: Sizes, key: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate the buffers passed between the programs of a KV head: accumulators, maxima and sums for each query head
     and split; and counters, zero between steps."""
-    splits, _ = split_slots(sizes, key_block(sizes.head_dim, key.element_size(), sizes.slots), key.device)
+    _, splits, _, _ = _cut(sizes, key)
     heads = sizes.batch * sizes.query_heads
     return (
         torch.empty(heads * splits * (sizes.head_dim + 2), dtype=torch.float32, device=key.device),
