@@ -21,7 +21,7 @@ from .._common.launch import (
 )
 from .._common.numerics import LOG2_E, dot, finite_or_zero, round_output, round_to
 from .._common.operation import operation
-from .._common.scratch import all_occupied, is_last
+from .._common.scratch import is_last
 from .._common.softmax import merge_outputs, merge_sums, weigh_tile
 
 
@@ -119,37 +119,6 @@ def _keep(normalisers, head, row_max, total, mask):
     tl.store(normalisers + head * 2 + 1, tl.where(total == 0.0, 1.0, total), mask=mask)
 
 
-@triton.jit
-def _attend_tiles(
-    acc, row_max, weight_sum, q, key, value, occupied, logits, newest, scale, slots, begin, end,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    KEEP: tl.constexpr, MASKED: tl.constexpr,
-):
-    """Update the online softmax of ROWS queries (accumulator, maximum, sum) with slots begin to end. MASKED: unoccupied
-    slots are not read; otherwise all slots are occupied and tiles are full, so that no load waits for another."""
-    row = tl.arange(0, ROWS)
-    d = tl.arange(0, D_PAD).to(tl.int64)
-    for start in range(begin, end, BLOCK):
-        s = start + tl.arange(0, BLOCK)
-        tile = (d < HEAD_DIM)[None, :]
-        if MASKED:
-            holds = (tl.load(occupied + s, mask=s < end, other=0) != 0) | (s == newest)
-            holds = holds & (s < end)
-            tile = holds[:, None] & tile
-        at = s.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
-        k = tl.load(key + at, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(key + at)
-        logit = dot(q, tl.trans(k)) * scale
-        if MASKED:
-            logit = tl.where(holds[None, :], logit, float("-inf"))
-        if KEEP:
-            place = row[:, None] * slots + s.to(tl.int64)[None, :]
-            tl.store(logits + place, logit, mask=(row < GROUP)[:, None] & (s < end)[None, :])
-        p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
-        v = tl.load(value + at, mask=tile, other=0.0) if MASKED or HEAD_DIM != D_PAD else tl.load(value + at)
-        acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
-    return acc, row_max, weight_sum
-
-
 @triton.jit(do_not_specialize=[
     "slots", "split_size", "splits", "heads", "query_heads", "query_b", "query_h", "new_key_b", "new_key_h",
     "new_value_b", "new_value_h",
@@ -176,9 +145,6 @@ def attend_kernel(
     newest = tl.load(slot + b)
     begin = split * split_size
     end = tl.minimum(begin + split_size, slots)
-    whole = begin                                                       # before the token is written: one wait for all
-    if all_occupied(occupied, 1, newest, begin, end, 1):
-        whole = begin + (end - begin) // BLOCK * BLOCK
     if (newest >= begin) & (newest < end):
         _write(
             key, value, new_key + b * new_key_b + k_head * new_key_h,
@@ -187,22 +153,26 @@ def attend_kernel(
     tl.debug_barrier()                                                  # this program also reads that slot
     row = tl.arange(0, ROWS)
     d = tl.arange(0, D_PAD).to(tl.int64)
-    mask = (row < GROUP)[:, None] & (d < HEAD_DIM)[None, :]
+    in_head = (d < HEAD_DIM)[None, :]
+    mask = (row < GROUP)[:, None] & in_head
     head = (k_head * GROUP + row)[:, None]
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    places = logits + batch_head * GROUP * slots
-    # Two loops share their buffers; two branches would not.
-    acc, row_max, weight_sum = _attend_tiles(
-        acc, row_max, weight_sum, q, key, value, occupied, places, newest, scale, slots, begin, whole,
-        GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, KEEP, False,
-    )
-    acc, row_max, weight_sum = _attend_tiles(
-        acc, row_max, weight_sum, q, key, value, occupied, places, newest, scale, slots, whole, end,
-        GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, KEEP, True,
-    )
+    for start in range(begin, end, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        holds = (tl.load(occupied + s, mask=s < end, other=0) != 0) | (s == newest)
+        holds = holds & (s < end)
+        at = s.to(tl.int64)[:, None] * HEAD_DIM + d[None, :]
+        k = tl.load(key + at, mask=holds[:, None] & in_head, other=0.0)
+        logit = tl.where(holds[None, :], dot(q, tl.trans(k)) * scale, float("-inf"))
+        if KEEP:
+            place = (batch_head * GROUP + row)[:, None] * slots + s.to(tl.int64)[None, :]
+            tl.store(logits + place, logit, mask=(row < GROUP)[:, None] & (s < end)[None, :])
+        p, row_max, weight_sum, rescale = weigh_tile(logit, row_max, weight_sum)
+        v = tl.load(value + at, mask=holds[:, None] & in_head, other=0.0)
+        acc = acc * rescale[:, None] + dot(round_to(p, v.dtype), v)
     if SPLITS == 1:
         # The new token is always attended to, so the sum is 0 only if all logits are -inf.
         out = acc / tl.where(weight_sum == 0.0, 1.0, weight_sum)[:, None]
