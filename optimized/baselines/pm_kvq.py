@@ -177,7 +177,7 @@ def _settle(
     parts = cdiv(units, block)
     if place is None:
         # Nearly all steps find nothing due: 4,096 programs that say so took 10 us on an H200, with one row.
-        parts = min(parts, 2 if INTERPRETED else cdiv(SETTLING * multiprocessors(key.device), batch * heads))
+        parts = min(parts, 1 if INTERPRETED else cdiv(SETTLING * multiprocessors(key.device), batch * heads))
     with on_device_of(key):
         settle_kernel[(batch * heads * parts,)](
             key, value, count if place is None else place, count, count if due is None else due,
