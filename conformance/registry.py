@@ -45,7 +45,7 @@ def required(name: str) -> dict[str, Any]:
 def measured(name: str, budget: int) -> dict[str, Any]:
     """Options of a method's config with which it is measured: see the package."""
     config = next((one.config for one in discovery.methods() if one.name == name), None)
-    ours = getattr(config, "defaults_for", lambda budget, given: {})(budget, {})
+    ours: dict[str, Any] = getattr(config, "defaults_for", lambda budget, given: {})(budget, {})
     return {**required(name), **ours, **ask(name, "measured", lambda budget: {})(budget)}
 
 

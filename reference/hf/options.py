@@ -103,7 +103,7 @@ class Configured(Cache, metaclass=Checked):
 
     def _config_for(self, budget: int, tokens: int | None = None) -> Any:
         """The method's config with this budget. tokens: those of the first forward pass, None if it is not known."""
-        defaults = getattr(self.Config, "defaults_for", lambda budget, given: {})(budget, self._given)
+        defaults: dict[str, Any] = getattr(self.Config, "defaults_for", lambda budget, given: {})(budget, self._given)
         return self._method_config(budget, {**defaults, **self._given})
 
     def _method_config(self, budget: int, options: dict[str, Any]) -> Any:
@@ -128,7 +128,8 @@ class Configured(Cache, metaclass=Checked):
     @property
     def nbytes(self) -> int:
         """The bytes allocated for tokens and all that belongs to them, on all devices."""
-        return contents.nbytes(getattr(layer, "state", layer) for layer in self.layers if layer.is_initialized)
+        held = (getattr(layer, "state", layer) for layer in self.layers)
+        return contents.nbytes(one for one in held if one is not None)
 
     @property
     def full_nbytes(self) -> int:
