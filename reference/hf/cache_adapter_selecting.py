@@ -23,4 +23,6 @@ class SelectingCache(StateCache):
 
     def _config_of(self, number: int) -> Any:
         config: Any = self.config
-        return replace(config, budget=config.max_tokens) if number < self.skip_layers else config
+        if number < self.skip_layers:
+            config = replace(config, budget=config.max_tokens)
+        return config

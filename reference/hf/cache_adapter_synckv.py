@@ -139,8 +139,9 @@ class SyncCache(StateCache):
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         if self._clusters is None:
             return super()._layer(number, mask)
+        clusters = self._clusters[number]
         state: Any = self.State
-        with_clusters: Any = partial(state, head_clusters=self._clusters[number])
+        with_clusters: Any = partial(state, head_clusters=clusters)
         return StateLayer(self._config_of(number), with_clusters, mask)
 
 
