@@ -17,7 +17,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SIDES = {"reference": (".", ".."), "optimized": ("...reference.hf.", "...reference.")}
-HEAD = '''# Written by .ci/stubs.py from the constructors of the caches and the configs of the methods.
+HEAD = '''# ruff: noqa
+# Written by .ci/stubs.py from the constructors of the caches and the configs of the methods.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -90,7 +91,8 @@ def main(arguments: list[str]) -> int:
             path.write_text(text, encoding="utf-8")
         elif before != text:
             differs = True
-            print("\n".join(difflib.unified_diff(before.splitlines(), text.splitlines(), str(path), "now", lineterm="")))
+            lines = difflib.unified_diff(before.splitlines(), text.splitlines(), str(path), "now", lineterm="")
+            print("\n".join(lines))
     return int(differs)
 
 

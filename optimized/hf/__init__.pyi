@@ -1,3 +1,4 @@
+# ruff: noqa
 # Written by .ci/stubs.py from the constructors of the caches and the configs of the methods.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
