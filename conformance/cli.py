@@ -165,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser(
         prog="kvtwin", usage="kvtwin [-h] [--version] COMMAND ...",
-        formatter_class=argparse.RawDescriptionHelpFormatter, description="Verify KV-cache compression methods against float64 arithmetic.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Verify KV-cache compression methods against float64 arithmetic.",
         epilog="commands:\n" + "\n".join(f"  {name:10}{command.__doc__}" for name, command in COMMANDS.items())
         + "\n\nkvtwin COMMAND --help explains a command.",
     )  # fmt: skip

@@ -179,7 +179,7 @@ def test_a_cache_by_name_takes_a_model_or_its_config():
     assert type(kvtwin.optimized.hf.cache("h2o", of, budget=16)) is kvtwin.optimized.hf.H2OCache
 
 
-# repr, where it could raise --------------------------------------------------------------------------------------------
+# repr, where it could raise ------------------------------------------------------------------------------------------
 
 
 def interrupted(of: Any) -> Any:
