@@ -116,6 +116,14 @@ def test_python_m_kvtwin_is_the_command(command, tmp_path, monkeypatch, capsys):
     assert ran.stdout or ran.stderr
 
 
+def test_the_package_says_what_it_is_without_torch(tmp_path):
+    code = "import kvtwin, sys; print(kvtwin.__doc__.count(chr(10)) > 3, 'torch' in sys.modules, kvtwin.__version__)"
+    number = importlib.metadata.version("kvtwin")
+    assert python("-c", code, folder=tmp_path).stdout.split() == ["True", "False", number]
+    assert python("-m", "kvtwin", "--version", folder=tmp_path).stdout == f"kvtwin {number}\n"
+    assert "cannot import name" in python("-c", "from kvtwin import nothing", folder=tmp_path).stderr
+
+
 def test_installed_under_kvtwin_alone(tmp_path):
     """No import statement finds reference, fixtures, ... from a directory that is not the source tree."""
     code = f"import importlib.util; print([name for name in {FOLDERS!r} if importlib.util.find_spec(name)])"

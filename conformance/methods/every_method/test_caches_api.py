@@ -82,6 +82,15 @@ def test_a_budget_alone_makes_a_cache_generate(method, side, device):
     assert "; no tokens, " in repr(cache)
 
 
+def test_what_layers_share_counts_once():
+    of = model()
+    with kvtwin.reference.hf.EpiKVCache(of, budget=16) as cache:
+        feed(of, cache)
+        states = [layer.state for layer in cache.layers]
+        scorer = contents.nbytes([states[0].scorer])
+        assert cache.nbytes == sum(contents.nbytes([state]) for state in states) - 3 * scorer > scorer > 0
+
+
 @every_method
 @pytest.mark.parametrize("ratio", [0.7, 0])
 def test_a_ratio_is_the_budget_of_the_first_forward_pass(method, ratio):
