@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...reference.hf.contents import PACKAGE as PACKAGE
-from ...reference.hf.contents import flat
-from ...reference.hf.contents import parts as parts
+from ...reference.hf.cache_adapter_contents import PACKAGE as PACKAGE
+from ...reference.hf.cache_adapter_contents import flat
+from ...reference.hf.cache_adapter_contents import parts as parts
 
 SIMPLE = (int, float, str, bytes, type(None), torch.dtype, torch.device)
 

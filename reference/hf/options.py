@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..contract.arguments import check_integer
-from . import contents
+from . import cache_adapter_contents as contents
 
 #: Before the first tokens, a compression_ratio stands for this budget.
 PROVISIONAL = 32768

@@ -21,7 +21,7 @@ from kvtwin.conformance import discovery
 from kvtwin.conformance.methods.support import tiny_models
 from kvtwin.conformance.methods.support.hf_cases import feed
 from kvtwin.conformance.methods.support.tiny_models import generate, prompts
-from kvtwin.reference.hf import contents
+from kvtwin.reference.hf import cache_adapter_contents as contents
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.whole]
 
