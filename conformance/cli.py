@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from importlib.metadata import version
 
 from . import discovery, ledger
 from .command_line import Parser, number, unknown, words
@@ -163,11 +164,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Exit code 2 for wrong usage; otherwise the command's own."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser(
-        prog="kvtwin", usage="kvtwin [-h] COMMAND ...", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="kvtwin", usage="kvtwin [-h] [--version] COMMAND ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Verify KV-cache compression methods against float64 arithmetic.",
         epilog="commands:\n" + "\n".join(f"  {name:10}{command.__doc__}" for name, command in COMMANDS.items())
         + "\n\nkvtwin COMMAND --help explains a command.",
     )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"kvtwin {version('kvtwin')}")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
     if not given:
         parser.print_help(sys.stderr)

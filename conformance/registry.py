@@ -44,7 +44,9 @@ def required(name: str) -> dict[str, Any]:
 
 def measured(name: str, budget: int) -> dict[str, Any]:
     """Options of a method's config with which it is measured: see the package."""
-    return {**required(name), **ask(name, "measured", lambda budget: {})(budget)}
+    config = next((one.config for one in discovery.methods() if one.name == name), None)
+    ours: dict[str, Any] = getattr(config, "defaults_for", lambda budget, given: {})(budget, {})
+    return {**required(name), **ours, **ask(name, "measured", lambda budget: {})(budget)}
 
 
 def extras(state: Any, query: Any, key: Any, value: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """``python -m kvtwin``: the command ``kvtwin``.
 
-pyproject.toml installs this folder as the top level of kvtwin, a namespace package, which has nothing else of its own.
+pyproject.toml installs this folder as the top level of kvtwin.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Write the generated part of the reference: pages that follow from code, ledgers and stored results.
 
-Each build of the documentation does it: `write` makes docs/reference/{methods,api,results,commands}, and
+Each build of the documentation does it: `write` makes docs/reference/{methods,api,caches,results,commands}, and
 `performance.write` the page on performance. Nothing in these folders is edited by hand. Prose about a method is in
 docs/notes/NAME.md and is included at the top of its page. A baseline may have no such file: its page then begins with
 the docstring of its reference.
@@ -13,13 +13,14 @@ from pathlib import Path
 from . import claims_plot
 from . import performance as performance
 from .api import api_page
+from .caches import caches_page
 from .commands import command_pages
 from .markdown import index
 from .methods import method_page
 from .results import result_pages
 from .stored import PLOTS, read
 
-FOLDERS = ("methods", "api", "results", "commands")
+FOLDERS = ("methods", "api", "caches", "results", "commands")
 
 
 def pages() -> dict[str, str]:
@@ -32,6 +33,7 @@ def pages() -> dict[str, str]:
         [pair.name for pair in discovery.built_in()],
     )
     found["api/index.md"] = api_page()
+    found["caches/index.md"] = caches_page()
     found |= {f"results/{name}.md": text for name, text in result_pages().items()}
     found["results/index.md"] = index("Results", "Stored results, as they are in the repository.", list(result_pages()))
     found |= {f"commands/{name}.md": text for name, text in command_pages().items()}

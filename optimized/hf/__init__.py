@@ -4,8 +4,6 @@ Importing this package requires transformers (the extra `kvtwin[hf]`) and regist
 it. The reference's caches use the same function, so a process can use both. `captured` makes decode steps fast.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any
 
 from ...reference.hf import block_caches
@@ -13,13 +11,18 @@ from ...reference.hf import cache_adapter as cache_adapter  # registers the atte
 from ._captured import captured as captured
 
 
+def cache(method: str, model: Any, **options: Any) -> cache_adapter.StateCache:
+    """The cache of a method by name, such as `cache("h2o", model, budget=1024)`. ValueError for an unknown name; other
+    arguments and errors: the class that the page of the method names."""
+    return block_caches.by_name(__name__, method, model, options)
+
+
 def __getattr__(name: str) -> Any:
-    """NAMECache: from the module of this folder with its name, or derived from a State that takes blocks."""
-    for found in iter_modules(__path__):
-        if f"{found.name.replace('_', '')}cache" == name.lower():
-            return getattr(import_module(f"{__name__}.{found.name}"), name)
-    derived = block_caches.find(name, __name__.removesuffix(".hf"), __name__)
-    if derived is not None:
-        globals()[name] = derived  # the same class each time
-        return derived
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """NAMECache, made or imported at the first use."""
+    if name == "__all__":
+        return ["cache", "captured", *block_caches.names().values()]
+    return block_caches.attribute(__name__, __path__, globals(), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *block_caches.names().values()})

@@ -6,14 +6,16 @@ A forward pass in a CUDA graph changes only what is on the GPU. The host's part 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from enum import Enum
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-PACKAGE = __name__.partition(".")[0]
+from ...reference.hf.cache_adapter_contents import PACKAGE as PACKAGE
+from ...reference.hf.cache_adapter_contents import flat
+from ...reference.hf.cache_adapter_contents import parts as parts
+
 SIMPLE = (int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -27,30 +29,6 @@ class Advance(NamedTuple):
     attributes: dict[str, Any]
     name: str
     by: int
-
-
-def parts(cache: object) -> list[object]:
-    """The cache and the objects of this package that it consists of, each once."""
-    found = {id(cache): cache}
-    waiting = [cache]
-    while waiting:
-        for value in flat(vars(waiting.pop()).values()):
-            ours = type(value).__module__.startswith(PACKAGE) and hasattr(value, "__dict__")
-            if ours and id(value) not in found and not isinstance(value, Enum):
-                found[id(value)] = value
-                waiting.append(value)
-    return list(found.values())
-
-
-def flat(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, with what is in containers instead of these."""
-    for value in values:
-        if isinstance(value, (tuple, list, set)):
-            yield from flat(value)
-        elif isinstance(value, dict):
-            yield from flat(value.values())
-        else:
-            yield value
 
 
 def places(objects: Iterable[object]) -> tuple[Any, ...]:

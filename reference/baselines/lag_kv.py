@@ -10,8 +10,9 @@ text grows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class LagKVConfig(IntervalConfig):
                 f"sinks + 2 * lag - 1 must be at most budget = {self.budget}, "
                 f"got {self.sinks} + 2 * {lag} - 1 = {unranked}"
             )
+
+    @classmethod
+    def defaults_for(cls, budget: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Ours. The authors have 16 sinks, and examples with a lag of 64 and 128."""
+        return {} if "lag" in given else {"lag": max(1, min(64, budget // 4)), "sinks": min(16, budget // 8)}
 
 
 def spread(tokens: Tensor, following: Tensor) -> Tensor:

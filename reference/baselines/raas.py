@@ -7,8 +7,9 @@ authors' code: a query renews those with the highest bounds of its logits (Quest
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -69,6 +70,11 @@ class RaaSConfig(IntervalConfig):
     def page_budget(self) -> int:
         """The number of complete pages that an eviction leaves; without a page_size, of tokens."""
         return self.budget // (self.page_size or 1)
+
+    @classmethod
+    def defaults_for(cls, budget: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Ours, one of the four that the authors tried."""
+        return {"alpha": 0.02} if given.get("page_size") is None else {}
 
 
 def page_bound(query: Tensor, low: Tensor, high: Tensor) -> Tensor:

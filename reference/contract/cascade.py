@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,11 @@ class CAKEConfig(_Options, MethodConfig):
             raise ValueError(f"budget must be above window = {self.window}, got {self.budget}")
         check_indicator(self.gamma, self.kernel_size)
         check_preference(self.tau1, self.tau2, self.whole_batch)
+
+    @classmethod
+    def defaults_for(cls, budget: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Half of a budget that the authors' window does not fit."""
+        return {} if budget > 32 else {"window": max(1, budget // 2)}
 
     @property
     def prefix_budget(self) -> int:

@@ -3,11 +3,15 @@ here. A module of its own, ``<method>.py``, takes precedence."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from .cache_adapter import StateCache
+from .options import did_you_mean
 from .rotation import PLAIN, RotatedCache
 
 DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per layer, row and KV head{longer}.
@@ -34,6 +38,43 @@ SIDES = {
     "kvtwin.optimized": "It runs the Triton kernels, in float32 to bfloat16. A model on the CPU needs Triton's "
     "interpreter:\nTRITON_INTERPRET=1 before anything imports triton, which importing a transformers model does.",
 }
+
+
+@cache
+def names() -> dict[str, str]:
+    """The cache of each method by the method's name, {"h2o": "H2OCache", ...}, the same on both sides. Imports the
+    reference's methods."""
+    package, found = __name__.rpartition(".")[0], {}
+    reference = package.removesuffix(".hf")
+    for folder, kind in ((package, "Cache"), (reference, "State"), (f"{reference}.baselines", "State")):
+        for one in iter_modules(import_module(folder).__path__):
+            for name, value in vars(import_module(f"{folder}.{one.name}")).items():
+                ours = kind == "Cache" or hasattr(value, "append_block")
+                if ours and name.lower() == f"{one.name.replace('_', '')}{kind.lower()}":
+                    found[one.name] = name.removesuffix(kind) + "Cache"
+    return dict(sorted(found.items()))
+
+
+def attribute(package: str, path: Iterable[str], made: dict[str, Any], name: str) -> Any:
+    """NAMECache of a side: from the module of the folder `path` with its name, or derived from a State that takes
+    blocks. AttributeError for any other name. made: where a derived class stays, to be the same each time."""
+    for found in iter_modules(path):
+        if f"{found.name.replace('_', '')}cache" == name.lower():
+            return getattr(import_module(f"{package}.{found.name}"), name)
+    derived = find(name, package.removesuffix(".hf"), package)
+    if derived is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return made.setdefault(name, derived)
+
+
+def by_name(package: str, method: str, model: Any, options: dict[str, Any]) -> StateCache:
+    """See `kvtwin.reference.hf.cache`."""
+    if method not in names():
+        raise ValueError(f"there is no cache {method!r}{did_you_mean(method, names())}")
+    kind = getattr(import_module(package), names()[method])
+    first = model if "model" in kind.__signature__.parameters else getattr(model, "config", model)
+    found: StateCache = kind(first, **options)
+    return found
 
 
 def find(name: str, side: str, package: str) -> type[StateCache] | None:

@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -38,13 +39,14 @@ except ModuleNotFoundError as error:
     ) from None
 
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..contract import MethodConfig
-from ..contract.arguments import check_reorder, check_tensor
+from ..contract.arguments import check_reorder
 from . import masks
 from .masks import MaskSpec
+from .options import Configured
 from .progress import ACTIVATE, NAME, Progress
 
 _OWNER = "_kvtwin_layer"
@@ -116,6 +118,18 @@ class StateLayer(CacheLayerMixin):
     def rows(self) -> int:
         """The number of rows of the state."""
         return int(self._made["batch"])
+
+    @property
+    def full_nbytes(self) -> int:
+        """The bytes of the keys and values of all tokens seen, padding included."""
+        size = ("batch", "key_value_heads", "head_dim")
+        return 2 * self._on_host() * self._made["dtype"].itemsize * prod(self._made[name] for name in size) \
+            if self._made else 0
+
+    def configure(self, config: MethodConfig) -> None:
+        """Give the layer another config, before its first tokens. The state for it is created with these."""
+        if config != self._config:
+            self._config, self._made = config, {}
 
     @property
     def counted(self) -> Tensor | None:
@@ -279,21 +293,18 @@ class StateLayer(CacheLayerMixin):
             self.state.reorder(beam_idx.to(self.device))
 
 
-def one_token_per_pass(method: str, count: int, seen: int) -> NotImplementedError:
-    """The error for `count` tokens in a forward pass after the first, for methods whose layers share decisions."""
-    return NotImplementedError(
-        f"{count} tokens in one forward pass after the {seen} that {method}'s cache has seen: each later pass must "
-        "have one token. Pass the prompt in one piece (leave prefill_chunk_size out); a second turn needs a new cache, "
-        "or reset()"
-    )
-
-
-class StateCache(Cache):
+class StateCache(Configured):
     """Base class of the caches for `model.generate(past_key_values=...)`. A method's cache sets Config and State.
 
-    config: model.config. budget: the largest number of tokens per layer and row. attention_mask: the prompt's [B, T], 1
-    or True for tokens, 0 for padding; needed only if the model is called without one. options: those of the method's
-    Config except scale, which the model determines.
+    config: model.config. budget: the largest number of tokens per layer and row. compression_ratio, in its place: the
+    share of the first forward pass's T tokens, padding included, that the budget leaves out, from 0 to below 1: the
+    budget is int(T * (1 - compression_ratio)), at least 1, also for later tokens, until `reset`. With
+    prefill_chunk_size, T is that of the first chunk. attention_mask: the prompt's [B, T], 1 or True for tokens, 0 for
+    padding; needed only if the model is called without one. given: the options of the method's Config except scale,
+    which the model determines. What the Config has no default for has one here: see its `defaults_for`.
+
+    `nbytes` and `full_nbytes` are the bytes that the cache and a full one take. The reference stores quantized tokens
+    unpacked.
 
     Layers with full attention evict. Other layers (sliding windows, linear attention) keep transformers' cache; a model
     without a layer that evicts gets a UserWarning. Greedy decoding, sampling and beam search are supported. Assisted
@@ -316,15 +327,16 @@ class StateCache(Cache):
     State: ClassVar[type[Any]]
 
     def __init__(
-        self, config: PreTrainedConfig, *, budget: int, attention_mask: Tensor | None = None, **options: Any
+        self, config: PreTrainedConfig, *, budget: int | None = None, compression_ratio: float | None = None,
+        attention_mask: Tensor | None = None, **given: Any,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be model.config, got {type(config).__name__}")
-        if "scale" in options:
+        if "scale" in given:
             raise TypeError("scale is not an option here: the model determines it")
         if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             raise NotImplementedError(_SHARING)
-        self.config = self._method_config(budget, options)
+        self._configure(budget, compression_ratio, given)
         mask = masks.as_mask(attention_mask)
         layers = [
             self._layer(number, mask) if type(layer) is DynamicLayer else layer
@@ -344,6 +356,8 @@ class StateCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Pass new keys and values to a layer. RuntimeError unless all earlier passes reached all layers."""
         self._progress.enter(layer_idx)
+        if self._waits and layer_idx == self._progress.first and not self.layers[layer_idx]._begun:
+            self._begin(key_states.shape[2])
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated
 
@@ -366,19 +380,15 @@ class StateCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype. TypeError or ValueError for any other,
         before a layer changes."""
-        index = _as_rows(beam_idx)
+        index = masks.as_rows(beam_idx)
         used = [layer for layer in self.layers if isinstance(layer, StateLayer) and layer.state is not None]
         for layer in used[:1]:
             check_reorder(index.to(layer.device), layer.rows, layer.device, name="beam_idx")
         super().reorder_cache(index)
 
-    def _method_config(self, budget: int, options: dict[str, Any]) -> Any:
-        """The method's config with this budget."""
-        return self.Config(budget=budget, **options)
-
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         """Create the cache of layer `number`, which has full attention."""
-        return StateLayer(self.config, self.State, mask)
+        return StateLayer(self._config_of(number), self.State, mask)
 
     def activate_past_recording(self) -> None:
         """NotImplementedError. Assisted decoding calls this first, to `crop` the cache later."""
@@ -395,11 +405,3 @@ class StateCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise NotImplementedError("the first forward pass fixes the number of rows")
-
-
-def _as_rows(beam_idx: object) -> Tensor:
-    """Return the row numbers of beams, [B] of integers, as int64."""
-    index = check_tensor("beam_idx", beam_idx, dims=1, layout="[B]")
-    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"beam_idx must have an integer dtype, got {index.dtype}")
-    return index.to(torch.int64)

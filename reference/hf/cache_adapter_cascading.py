@@ -44,11 +44,9 @@ class CascadingCache(StateCache):
 
     Cascade: ClassVar[type[Any]]
 
-    def __init__(
-        self, config: PreTrainedConfig, *, budget: int, attention_mask: Tensor | None = None, **options: Any
-    ) -> None:
+    def __init__(self, config: PreTrainedConfig, **options: Any) -> None:
         self._cascading = Cascading(self.State, self.Cascade)
-        super().__init__(config, budget=budget, attention_mask=attention_mask, **options)
+        super().__init__(config, **options)
 
     @property
     def cascade(self) -> Any:

@@ -9,8 +9,10 @@ stored after the pass, in the scorer. Both sides share this module, which contai
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,8 +23,9 @@ from ..contract import MethodConfig
 from ..contract.arguments import check_choice, check_integer
 from ..contract.epikv.config import BANDS, POLICIES, EpiKVConfig, band_layers
 from ..contract.interruption import note_change
-from .cache_adapter import StateCache, StateLayer, one_token_per_pass
+from .cache_adapter import StateCache, StateLayer
 from .masks import MaskSpec
+from .progress import one_token_per_pass
 
 Bands = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -47,7 +50,8 @@ class Passes:
     def make_state(self, config: EpiKVConfig, **sizes: Any) -> Any:
         """Create a layer's State. The first layer also creates the scorer, unless the current one fits."""
         shared = {name: sizes[name] for name in ("batch", "dtype", "device")}
-        if shared != self._made:
+        made = {**shared, "slots": config.slots}
+        if made != self._made:
             if self._attended:
                 raise ValueError(
                     f"EpiKV's layers share one scorer: all must have the same batch, dtype and device, got {shared} "
@@ -57,7 +61,7 @@ class Passes:
                 config, hidden_size=self._hidden_size, key_value_heads=sizes["key_value_heads"],
                 head_dim=sizes["head_dim"], **shared,
             )
-            self._made = shared
+            self._made = made
         return self._state_class(config, scorer=self.scorer, **sizes)
 
     def enter(self, number: int) -> None:
@@ -162,14 +166,20 @@ class HiddenStateCache(StateCache):
 
     Config = EpiKVConfig
     Scorer: ClassVar[type[Any]]
+    refused = ("scale", "bands", "hidden_size")
 
     def __init__(
-        self, model: PreTrainedModel, *, budget: int, policy: str = "epikv", layers: Any = None,
-        attention_mask: Tensor | None = None, **options: Any,
+        self, model: PreTrainedModel, *, policy: str = "epikv", layers: Any = None,
+        compression_ratio: float | None = None, **options: Any,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be the model itself, which gets hooks, got {type(model).__name__}")
         check_choice("policy", policy, POLICIES)
+        if compression_ratio is not None and options.get("keep_prompt", True):
+            raise TypeError(
+                f"compression_ratio needs keep_prompt=False, and a policy that takes it: {type(self).__name__} keeps "
+                "the whole prompt, so pass a budget"
+            )
         for name in ("bands", "hidden_size"):
             if name in options:
                 raise TypeError(f"{name} is not an option here: the model and layers= determine it")
@@ -187,7 +197,8 @@ class HiddenStateCache(StateCache):
             options |= {"bands": tuple(map(len, bands)), "hidden_size": text.hidden_size}
         elif layers is not None:
             raise ValueError(f"layers must be None for policy {policy!r}, which reads no hidden states")
-        super().__init__(model.config, budget=budget, attention_mask=attention_mask, policy=policy, **options)
+        super().__init__(model.config, compression_ratio=compression_ratio, policy=policy, **options)
+        self._waits |= "count_prompt" not in options and self.config.keep_prompt
         if self._passes is not None:
             self._passes.layers = {n for n, layer in enumerate(self.layers) if isinstance(layer, BandLayer)}
             first = min(number for band in bands for number in band)
@@ -196,6 +207,17 @@ class HiddenStateCache(StateCache):
             handles = install(model, self._passes, weakref.ref(self))
             # Runs once: in close(), or when the cache is deleted.
             self._hooks = weakref.finalize(self, remove, handles)
+
+    def _config_for(self, budget: int, tokens: int | None = None) -> Any:
+        """A prompt that the budget does not fit gets slots of its own, unless the caller decides."""
+        config = super()._config_for(budget, tokens)
+        if tokens is None or not config.keep_prompt or tokens + config.newest <= budget:
+            return config
+        warnings.warn(
+            f"the prompt's {tokens} tokens and {config.newest} recent ones are more than the budget of {budget}, which "
+            f"{type(self).__name__} now applies to generated tokens alone: see count_prompt", stacklevel=2,
+        )
+        return replace(config, count_prompt=False, max_prompt=tokens)
 
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         if self._passes is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .cache_adapter import StateCache, StateLayer
+from .cache_adapter import StateCache
 
 
 class QuantizedCache(StateCache):
@@ -20,10 +20,19 @@ class QuantizedCache(StateCache):
     by_layer: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
-        self, config: PreTrainedConfig, *, attention_mask: Tensor | None = None, **options: Any
+        self, config: PreTrainedConfig, *, budget: int | None = None, compression_ratio: float | None = None,
+        **options: Any,
     ) -> None:
-        if "budget" in options:
-            raise TypeError("budget is not an option here: the cache evicts no token")
+        if compression_ratio is not None:
+            raise TypeError(
+                f"compression_ratio is not an option of {type(self).__name__}, which evicts no token: its bits say how "
+                "much it compresses"
+            )
+        if budget is not None:
+            warnings.warn(
+                f"{type(self).__name__} evicts no token, so budget={budget!r} has no effect: its bits say how much it "
+                "compresses", stacklevel=3,
+            )
         self._lists = {
             name: tuple(options[name]) for name in self.by_layer if isinstance(options.get(name), (list, tuple))
         }
@@ -32,12 +41,11 @@ class QuantizedCache(StateCache):
             for name, values in self._lists.items():
                 if len(values) != layers:
                     raise ValueError(f"{name} needs one number per layer: expected {layers}, got {len(values)}")
-        super().__init__(config, budget=0, attention_mask=attention_mask, **options)
+        super().__init__(config, budget=1, **options)
 
     def _method_config(self, budget: int, options: dict[str, Any]) -> Any:
         """The method's config, which has no budget of tokens, in the first layer."""
         return self.Config(**options | {name: values[0] for name, values in self._lists.items()})
 
-    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
-        own = replace(self.config, **{name: values[number] for name, values in self._lists.items()})
-        return StateLayer(own, self.State, mask)
+    def _config_of(self, number: int) -> Any:
+        return replace(self.config, **{name: values[number] for name, values in self._lists.items()})

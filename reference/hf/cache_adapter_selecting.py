@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..contract.arguments import check_integer
-from .cache_adapter import StateCache, StateLayer
+from .cache_adapter import StateCache
 
 
 class SelectingCache(StateCache):
@@ -18,15 +17,12 @@ class SelectingCache(StateCache):
 
     Config: ClassVar[Any]
 
-    def __init__(
-        self, config: PreTrainedConfig, *, budget: int, skip_layers: int = 2, attention_mask: Tensor | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, config: PreTrainedConfig, *, skip_layers: int = 2, **options: Any) -> None:
         self.skip_layers = check_integer("skip_layers", skip_layers, minimum=0)
-        super().__init__(config, budget=budget, attention_mask=attention_mask, **options)
+        super().__init__(config, **options)
 
-    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
+    def _config_of(self, number: int) -> Any:
         config: Any = self.config
         if number < self.skip_layers:
             config = replace(config, budget=config.max_tokens)
-        return StateLayer(config, self.State, mask)
+        return config

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -101,19 +101,23 @@ def layer_similarities(
 
 
 class SyncCache(StateCache):
-    """Base class of SyncKV's caches. Each side sets State. See `StateCache`."""
+    """Base class of SyncKV's caches. Each side sets State. budget: another name of k. See `StateCache`."""
+
+    Config: ClassVar[Any] = SyncKVConfig
 
     def __init__(
-        self, config: PreTrainedConfig, *, k: int, head_clusters: Sequence[HeadClusters] | None = None,
-        attention_mask: Tensor | None = None, spread: bool = False, **options: Any,
+        self, config: PreTrainedConfig, *, k: int | None = None, budget: int | None = None,
+        head_clusters: Sequence[HeadClusters] | None = None, spread: bool = False, **options: Any,
     ) -> None:
+        if k is not None and budget is not None:
+            raise TypeError("k and budget are the same option: pass one of them")
         self._spread = check_flag("spread", spread)
         if spread and "phase" in options:
             raise TypeError("phase is not an option beside spread, which gives each layer its own phase")
         self._clusters = None if head_clusters is None else check_layers(head_clusters, config)
         if self._clusters is not None and "clusters" in options:
             raise TypeError("clusters is not an option beside head_clusters, which determines it")
-        super().__init__(config, budget=k, attention_mask=attention_mask, **options)
+        super().__init__(config, budget=budget if k is None else check_integer("k", k, minimum=1), **options)
 
     def _method_config(self, budget: int, options: dict[str, Any]) -> SyncKVConfig:
         return SyncKVConfig(budget, **options)
@@ -124,17 +128,21 @@ class SyncCache(StateCache):
             if isinstance(layer, StateLayer) and layer.state is not None:
                 layer.state.join()
 
-    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
+    def _config_of(self, number: int) -> Any:
         config: Any = self.config
         if self._spread:
             config = replace(config, phase=number % config.stride)
+        if self._clusters is not None:
+            config = replace(config, clusters=len(self._clusters[number].representatives))
+        return config
+
+    def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         if self._clusters is None:
-            return StateLayer(config, self.State, mask)
+            return super()._layer(number, mask)
         clusters = self._clusters[number]
-        config = replace(config, clusters=len(clusters.representatives))
         state: Any = self.State
         with_clusters: Any = partial(state, head_clusters=clusters)
-        return StateLayer(config, with_clusters, mask)
+        return StateLayer(self._config_of(number), with_clusters, mask)
 
 
 def check_layers(head_clusters: object, config: object) -> tuple[HeadClusters, ...]:

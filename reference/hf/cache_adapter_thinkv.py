@@ -18,8 +18,9 @@ from ..contract.arguments import check_integer
 from ..contract.thinkv.arguments import check_edges
 from ..contract.thinkv.config import ThinKVConfig
 from ..contract.thinkv.types import Thresholds
-from .cache_adapter import StateCache, StateLayer, one_token_per_pass
+from .cache_adapter import StateCache, StateLayer
 from .masks import MaskSpec
+from .progress import one_token_per_pass
 
 
 class Window:
@@ -96,18 +97,21 @@ class ThoughtCache(StateCache):
     """Base class of ThinKV's caches. Each side sets State and classify. See `StateCache`."""
 
     Config = ThinKVConfig
+    refused = ("scale", "edges")
 
     def __init__(
-        self, config: PreTrainedConfig, *, budget: int = 1024, thresholds: Thresholds | None = None,
-        attention_mask: Tensor | None = None, **options: Any,
+        self, config: PreTrainedConfig, *, budget: int | None = None, compression_ratio: float | None = None,
+        thresholds: Thresholds | None = None, **options: Any,
     ) -> None:
+        if budget is None and compression_ratio is None:
+            budget = ThinKVConfig.budget
         if "edges" in options:
             raise TypeError(
                 "edges is not an option here: thresholds=Thresholds(layers, edges) also has their layers"
             )
         self.thresholds = None if thresholds is None else check_thresholds(thresholds)
         self._window = None if self.thresholds is None else Window(self.thresholds, self.classify)
-        super().__init__(config, budget=budget, attention_mask=attention_mask, **options)
+        super().__init__(config, budget=budget, compression_ratio=compression_ratio, **options)
         for name in ("tau", "group"):
             if getattr(self.config, name) < 2:
                 raise ValueError(

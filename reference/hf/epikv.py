@@ -25,10 +25,11 @@ class EpiKVCache(HiddenStateCache):
     edges, which is required: `kvtwin.reference.thinkv.calibrate` computes it from the averaged sparsity or relative
     entropy.
 
-    The whole prompt is kept, so prompt + recent must fit the budget (ValueError), unless count_prompt=False gives the
-    prompt slots of its own. With hooks, the first forward pass is the prompt, and every later pass must have one token:
-    a second chunk of prefill_chunk_size or a second turn raises NotImplementedError. All layers must be on one device.
-    The slots are in `cache.layers[i].state`, an `EpiKVState`. Other arguments, padding and errors: `StateCache`.
+    The whole prompt is kept. If prompt + recent do not fit the budget, the prompt gets slots of its own, as with
+    count_prompt=False, and a UserWarning says so; with count_prompt=True this is a ValueError. With hooks, the first
+    forward pass is the prompt, and every later pass must have one token: a second chunk of prefill_chunk_size or a
+    second turn raises NotImplementedError. All layers must be on one device. The slots are in `cache.layers[i].state`,
+    an `EpiKVState`. Other arguments, padding and errors: `StateCache`.
     """
 
     State = EpiKVState

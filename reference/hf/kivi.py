@@ -12,11 +12,11 @@ class KIVICache(QuantizedCache):
         model.set_attn_implementation("kvtwin")
         model.generate(ids, past_key_values=KIVICache(model.config, key_bits=2, value_bits=2, max_tokens=4096))
 
-    Options, as in KIVIConfig: key_bits, value_bits, group, residual, max_tokens. The slots are in
-    `cache.layers[i].state`, a `KIVIState`. The first forward pass is the prompt, which attends to unquantized keys and
-    values. All later tokens are decode steps, also those of a second chunk of the prompt. ValueError beyond max_tokens
-    tokens, and for a model whose head_dim is not a multiple of the group. Other arguments, padding and errors:
-    `StateCache`.
+    Options, as in KIVIConfig: key_bits, value_bits, group, residual, max_tokens. A budget has no effect (UserWarning).
+    The slots are in `cache.layers[i].state`, a `KIVIState`. The first forward pass is the prompt, which attends to
+    unquantized keys and values. All later tokens are decode steps, also those of a second chunk of the prompt.
+    ValueError beyond max_tokens tokens, and for a model whose head_dim is not a multiple of the group. Other arguments,
+    padding and errors: `StateCache`.
     """
 
     Config = KIVIConfig

@@ -33,6 +33,7 @@ class Progress:
         windows = tuple(n for n, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer)
         self._counted = self._evicting + windows
         self._final = max(self._counted, default=None)
+        self.first = min(self._evicting, default=None)
         self._last: int | None = None       # the layer of the last update
         self._start = 0                     # the number of tokens before the current pass, until its last layer
 
@@ -95,3 +96,12 @@ class Progress:
             "if this call logs that the model does not support it, the model cannot use kvtwin's caches. (After an "
             "interrupted forward pass, only reset() is needed)"
         )
+
+
+def one_token_per_pass(method: str, count: int, seen: int) -> NotImplementedError:
+    """The error for `count` tokens in a forward pass after the first, for methods whose layers share decisions."""
+    return NotImplementedError(
+        f"{count} tokens in one forward pass after the {seen} that {method}'s cache has seen: each later pass must "
+        "have one token. Pass the prompt in one piece (leave prefill_chunk_size out); a second turn needs a new cache, "
+        "or reset()"
+    )

@@ -80,15 +80,16 @@ def unrotated(rotated: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotatedCache(StateCache):
     """Base class of the caches whose Config has `inv_freq`. rerotate_keys: see `block_caches`."""
 
+    refused = ("scale", "inv_freq")
+
     def __init__(
-        self, config: PreTrainedConfig, *, budget: int, attention_mask: Tensor | None = None,
-        rerotate_keys: bool = False, **options: Any,
+        self, config: PreTrainedConfig, *, rerotate_keys: bool = False, **options: Any
     ) -> None:
         if "inv_freq" in options:
             raise TypeError("inv_freq is not an option here: rerotate_keys=True takes the frequencies of the model")
         if check_flag("rerotate_keys", rerotate_keys) and isinstance(config, PreTrainedConfig):
             options["inv_freq"] = frequencies(config)
-        super().__init__(config, budget=budget, attention_mask=attention_mask, **options)
+        super().__init__(config, **options)
 
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         config: Any = self.config

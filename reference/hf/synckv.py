@@ -23,6 +23,7 @@ class SyncKVCache(SyncCache):
         model.generate(ids, past_key_values=cache)
 
     k: the number of selected tokens that a head other than the R-heads attends to, besides the newest ones.
+    budget= is another name of it.
     head_clusters: the clusters of each layer, from `head_clusters` or a file of `HeadClusters.save`. None: `clusters`
     runs of neighboring heads, as in `resolve_clusters`, without measured similarities.
     spread: True gives layer i the phase i mod stride, so that layers anticipate at different steps.

@@ -44,7 +44,7 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `SUBJECTS`: the method's functions that the property tests call, `subjects.Subject`; `SCORED`: False if a state has no
   scores that lockstep compares;
 - `measured(budget)`: options of the config with which the accuracy tables and the benchmarks measure a method whose
-  options depend on the budget or have no default (default: `REQUIRED`);
+  options depend on the budget or have no default (default: `REQUIRED`, and what the config's `defaults_for` gives);
 - `AUTHORS`: the options of the authors' code that differ from our defaults, which the accuracy tables also measure:
   those of the config, or of the cache for transformers;
 - `FORMS`: the options of each other form of the method, by name, None for those that it does not take. The accuracy

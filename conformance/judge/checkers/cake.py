@@ -60,12 +60,6 @@ VARIANTS = (
 )
 
 
-def measured(budget: int) -> dict[str, Any]:
-    """See the package. The rows of a batch are independent: with `whole_batch`, as in the authors' code, accuracy would
-    depend on how many documents are decoded at a time."""
-    return {"window": min(32, max(1, budget // 2))}
-
-
 @st.composite
 def configs(draw: st.DrawFn, most: int, window: int) -> dict[str, Any]:
     """See the package. A pool over the whole prefix would give all its tokens one score, with nothing to decide."""

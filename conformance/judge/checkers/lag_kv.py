@@ -27,11 +27,6 @@ DEFAULTS = {"sinks": 0, "interval": 1, "block_size": 128, "scale": None}
 TRACE = {"lag": 16, "sinks": 4}
 
 
-def measured(budget: int) -> dict[str, Any]:
-    """See the package. The authors have 16 sinks, and examples with a lag of 64 and 128."""
-    return {"lag": min(64, budget // 4), "sinks": min(16, budget // 8)}
-
-
 def small(budget: int) -> dict[str, Any]:
     """See the package: the longest chunks."""
     return {"lag": (budget + 1) // 2}

@@ -24,13 +24,6 @@ SMALL = {**blocks.SMALL, "alpha": 0.1}
 DEFAULTS = {"recent": 0, "shifted": True, "interval": 1, "block_size": 128, "scale": None}
 TRACE = {"alpha": 0.05}
 
-
-def measured(budget: int) -> dict[str, Any]:
-    """See the package. As the authors do, the newest tokens are protected. alpha is the best of four for other
-    documents: docs/notes/lazy_eviction.md."""
-    return {"alpha": 0.005, "recent": budget // 4}
-
-
 LAWS = ({"interval": 3, "block_size": 5, "recent": 2},)
 VARIANTS = (
     *BLOCKS, *INTERVALS,

@@ -63,7 +63,7 @@ TESTS_AT_ONCE = 60  # of one process without a mutant, which has no more time
 
 @dataclass(frozen=True)
 class Tree:
-    """The folders of a namespace package by name, as {"optimized": path}, and how to run its tests.
+    """The folders of a package by name, as {"optimized": path}, and how to run its tests.
 
     tests: the folder that test ids are relative to. linked: large folders, which are linked and cannot be mutated.
     others: the folders of other packages, by name.
@@ -130,6 +130,7 @@ class Tree:
     def copy(self, root: Path) -> None:
         """Copy the package to `root`, with an empty pytest configuration beside it."""
         (root / self.namespace).mkdir(parents=True)
+        (root / self.namespace / "__init__.py").touch()     # a package comes before one that is installed
         for name, folder in self.folders.items():
             target = root / self.namespace / name
             if name in self.linked:

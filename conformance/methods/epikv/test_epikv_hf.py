@@ -216,7 +216,7 @@ def test_rejects_a_config_as_model(llama, twins):
 
 @pytest.mark.kind("bad_input")
 def test_what_a_forward_pass_may_not_bring(llama, twins, device):
-    used = cache_class(twins, "reference")(llama, budget=8, layers=BANDS)
+    used = cache_class(twins, "reference")(llama, budget=8, layers=BANDS, count_prompt=True)
     with pytest.raises(ValueError, match=r"prompt \+ recent = 11 \+ 2, got 8"):
         feed(llama, used, range(1, 12))
     used.reset()
