@@ -53,6 +53,8 @@ WARNINGS = (
     "ignore:Generating overly large repr:hypothesis.errors.HypothesisWarning",
     # From pytest-benchmark, when tests run in several processes; the suite measures no times.
     "ignore:Benchmarks are automatically disabled",
+    # From transformers 5.24 and later, about the name that the tests use, since older releases know no other.
+    "ignore:.past_key_values. is deprecated:FutureWarning",
     # From torch, when a test is the first to import torch.compile's inductor.
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import importlib.util
+import itertools
 import os
+import re
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +35,8 @@ def loaded(path: Path) -> ModuleType:
     return module
 
 
-public, annotate = loaded(ROOT / ".ci" / "public_names.py"), loaded(ACTION / "annotate.py")
+public, readme = (loaded(ROOT / ".ci" / f"{name}.py") for name in ("public_names", "readme"))
+annotate = loaded(ACTION / "annotate.py")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
@@ -84,6 +89,69 @@ def test_changelog_and_citation_have_the_version_of_the_package():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"Version {version} is not released" in changelog or f"## [{version}]" in changelog
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+# Versions and linters -------------------------------------------------------------------------------------------------
+
+
+def pins(path: Path) -> dict[str, str]:
+    lines = (line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#"))
+    return dict(line.split("==") for line in lines)
+
+
+OLDEST, PINNED = pins(ROOT / ".ci" / "oldest.txt"), pins(ROOT / ".ci" / "constraints.txt")
+
+
+def test_the_oldest_versions_are_the_lower_bounds():
+    project = PROJECT["project"]
+    extras = (project["optional-dependencies"][name] for name in ("calibrate", "test", "plots", "hf", "perf"))
+    found = [re.match(r"([\w-]+)>=([\d.]+)", line) for line in [*project["dependencies"], *itertools.chain(*extras)]]
+    assert {match[1]: match[2] for match in found if match} == OLDEST  # those without a bound are kvtwin's own extras
+
+
+def test_the_page_on_installation_has_the_versions_that_are_tested():
+    text = (ROOT / "docs" / "how-to" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \| ([\d.]+) \| ([\d.]+) \| [\d.]+ \|$", text, flags=re.MULTILINE)
+    assert len(rows) >= 4
+    assert [(name, OLDEST[name], PINNED[name]) for name, *_ in rows] == rows
+
+
+def test_hooks_before_a_commit_run_what_lint_runs():
+    hooks = re.findall(r"^ +entry: (.*)$", (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"), flags=re.M)
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini", encoding="utf-8")
+    commands = [line.removesuffix(" .") for line in tox["testenv:lint"]["commands"].split("\n") if line]
+    assert hooks == [line for line in commands if not line.startswith("check-jsonschema")]
+
+
+# README.md, run in an empty environment -------------------------------------------------------------------------------
+
+
+def test_the_readme_is_read_step_by_step():
+    text = "```sh\na\nb  # exits with 3\n```\n```text\nx\n```\n```python\nc\n```\n\n```text\nd\n```\n" \
+        "```python\ne\n```\nWords.\n```text\nf\n```\n```python\n# g/h.py\n```\n"
+    assert list(readme.steps(text)) == [
+        ("command", "a", 0), ("command", "b  # exits with 3", 3), ("python", "c\n", "d\n"), ("python", "e\n", None),
+        ("file", "g/h.py", "# g/h.py\n"),
+    ]
+    assert {kind for kind, *_ in readme.steps((ROOT / "README.md").read_text(encoding="utf-8"))} == {
+        "command", "python", "file",
+    }
+    with pytest.raises(SystemExit, match="a block of yaml is neither"):
+        list(readme.steps("```yaml\n```\n"))
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("```sh\ntrue\nfalse  # exits with 1\n```\n```python\nprint(1)\n```\n\n```text\n1\n```\n", None),
+    ("```sh\nfalse\n```\n", "'false' exits with 1, expected 0"),
+    ("```sh\ntrue  # exits with 1\n```\n", "exits with 0, expected 1"),
+    ("```python\nprint(1)\n```\n\n```text\n2\n```\n", r"printed '1\\n', not '2\\n'"),
+    ("```python\nraise SystemExit(4)\n```\n", "exit code 4"),
+    ("```python\nimport warnings\nwarnings.warn('x', FutureWarning)\n```\n", "exit code 1"),
+])  # fmt: skip
+def test_a_step_that_does_something_else_is_an_error(text, says, tmp_path):
+    with nullcontext() if says is None else pytest.raises(SystemExit, match=says):
+        readme.walk(text, tmp_path, dict(os.environ))
 
 
 # The GitHub Action and the container ----------------------------------------------------------------------------------
