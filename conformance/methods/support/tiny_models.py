@@ -49,6 +49,9 @@ _OTHERS: dict[str, tuple[str, str, Any]] = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
 }
 
+#: GPT-J has attention of its own before transformers 5.24.
+GPTJ = ["gptj"] if NAMES[0] != ARGUMENT else []
+
 
 def model(
     family: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", **options: object
