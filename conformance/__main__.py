@@ -71,6 +71,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         metavar="PATH",
         help="PATH.html writes a page and JSON beside it, PATH.json JSON alone (default: %(default)s)",
     )
+    made.add_argument("--sarif", type=_path, metavar="FILE", help="also write what is wrong as SARIF: FILE.sarif")
     made.add_argument(
         "-j",
         "--jobs",
@@ -80,8 +81,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--hypothesis-profile", metavar="NAME", help="quick, brief, ci, gpu, default or thorough: how many examples; "
-        "without --impl, quick leaves out the tests that are slow on this device and, if no METHOD is named, all but "
-        "the main kinds of tests"
+        "without --impl, quick leaves out slow tests and, if no METHOD is named, most kinds of tests"
     )
     made.add_argument(
         "--seed", type=number(0, 2**64), metavar="N", help="draw other cases, or those of the run that printed N; "
@@ -179,6 +179,8 @@ def pytest_arguments(chosen: argparse.Namespace) -> list[str]:
         arguments += ["--hypothesis-profile", profile]
     if chosen.seed is not None:
         arguments += [f"--hypothesis-seed={chosen.seed}"]
+    if chosen.sarif:
+        arguments += [f"--kv-sarif={chosen.sarif}"]
     if chosen.xfails:
         arguments += [f"--kv-xfails={chosen.xfails}"]
     if chosen.keyword:
@@ -227,6 +229,7 @@ def _sanitized(chosen: argparse.Namespace) -> list[str]:
         *chosen.methods, f"--impl={chosen.impl}", "--device=cuda", "--jobs=1", f"--report={chosen.report}",
         f"--hypothesis-profile={chosen.hypothesis_profile or 'brief'}", f"-k={chosen.keyword or watch.TESTS}",
         *([] if chosen.seed is None else [f"--seed={chosen.seed}"]),
+        *([] if chosen.sarif is None else [f"--sarif={chosen.sarif}"]),
     ]
 
 

@@ -22,6 +22,7 @@ DEFAULTS = {
     "kv_impl": None,
     "kv_device": None,
     "kv_report": None,
+    "kv_sarif": None,
     "kv_skips": None,
     "kv_xfails": None,
     "kv_update_golden": False,
@@ -58,6 +59,10 @@ def add(parser: pytest.Parser) -> None:
         help="write a report: PATH.json writes JSON; PATH.html writes one self-contained page, and JSON beside it",
     )
     group.addoption(
+        "--kv-sarif", metavar="FILE",
+        help="write what is wrong, and where, as SARIF 2.1.0, which code scanners read; FILE ends in .sarif",
+    )
+    group.addoption(
         "--kv-skips",
         metavar="FILE",
         help="skip tests whose id contains a line of this file (# starts a comment)",
@@ -89,15 +94,18 @@ def check(config: pytest.Config) -> None:
     """Check options that are used only when tests are collected, or at the end of a run. Raises pytest.UsageError."""
     for dest in ("kv_skips", "kv_xfails"):
         read_entries(config, dest)
-    given, path, option = config.getoption("kv_report"), report_path(config), naming.option("--kv-report")
-    if path is None:
-        return
-    if path.suffix not in (".html", ".json"):
-        raise pytest.UsageError(f"{option} {given or repr(given)}: expected a name that ends in .html or .json")
-    if not path.parent.is_dir():
-        raise pytest.UsageError(f"{option} {given}: the folder {path.parent} does not exist")
-    for file in {path, path.with_suffix(".json")}:
-        _check_writable(file, f"{option} {given}")
+    for dest, suffixes in (("kv_report", (".html", ".json")), ("kv_sarif", (".sarif",))):
+        given, path, option = config.getoption(dest), _path(config, dest), naming.option("--" + dest.replace("_", "-"))
+        if path is None:
+            continue
+        if path.suffix not in suffixes:
+            raise pytest.UsageError(
+                f"{option} {given or repr(given)}: expected a name that ends in {' or '.join(suffixes)}"
+            )
+        if not path.parent.is_dir():
+            raise pytest.UsageError(f"{option} {given}: the folder {path.parent} does not exist")
+        for file in {path, path.with_suffix(suffixes[-1])}:
+            _check_writable(file, f"{option} {given}")
 
 
 def _check_writable(file: Path, said: str) -> None:
@@ -115,6 +123,11 @@ def _check_writable(file: Path, said: str) -> None:
 def report_path(config: pytest.Config) -> Path | None:
     """The path of ``--kv-report``, relative to the folder in which pytest was started."""
     return _path(config, "kv_report")
+
+
+def sarif_path(config: pytest.Config) -> Path | None:
+    """The path of ``--kv-sarif``, likewise."""
+    return _path(config, "kv_sarif")
 
 
 def _path(config: pytest.Config, dest: str) -> Path | None:

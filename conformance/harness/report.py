@@ -84,14 +84,14 @@ def write_report(report: dict[str, Any], path: Path) -> list[str]:
     """Write ``report`` to ``path``: .json writes JSON, .html the page and JSON beside it. Returns the paths."""
     text = json.dumps(report, indent=1, allow_nan=False) + "\n"
     made = page(report) if path.suffix != ".json" else None
-    _replace(path.with_suffix(".json"), text)
+    write_whole(path.with_suffix(".json"), text)
     if made is None:
         return [str(path)]
-    _replace(path, made)
+    write_whole(path, made)
     return [str(path), str(path.with_suffix(".json"))]
 
 
-def _replace(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file as a whole: where that fails, an earlier one stays."""
     part = path.with_name(f"{path.name}.part")
     try:

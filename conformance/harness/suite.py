@@ -23,6 +23,7 @@ from .impl import Facade, Twins, environment_limit, not_run
 from .order import put_in_order
 from .report import build_report, write_report
 from .results import FACTS
+from .sarif import write_sarif
 
 NOTHING_TO_REPORT: dict[int, str] = {
     pytest.ExitCode.INTERRUPTED: "the run was interrupted", pytest.ExitCode.NO_TESTS_COLLECTED: "no test ran",
@@ -52,6 +53,8 @@ WARNINGS = (
     "ignore:Generating overly large repr:hypothesis.errors.HypothesisWarning",
     # From pytest-benchmark, when tests run in several processes; the suite measures no times.
     "ignore:Benchmarks are automatically disabled",
+    # From transformers 5.24 and later, about the name that the tests use, since older releases know no other.
+    "ignore:.past_key_values. is deprecated:FutureWarning",
     # From torch, when a test is the first to import torch.compile's inductor.
     "ignore:.torch.jit.script_method. is deprecated:DeprecationWarning",
 )
@@ -125,8 +128,9 @@ class Suite:
             failures.replay_with(self.implementation, self.backend.device.type)
         self.watch = survival.start() if self.implementation is not None else None
         self.written: list[str] = []
-        path = options.report_path(config)
+        path, log = options.report_path(config), options.sarif_path(config)
         fair_play.reports[:] = [] if path is None else [str(path.with_suffix(end)) for end in (".html", ".json")]
+        fair_play.reports += [] if log is None else [str(log)]
         self.freezes = not Suite.frozen  # a run inside a test leaves it to the run around it
         if self.freezes:
             # after pytest's own cleanup, which collects garbage once more
@@ -328,6 +332,22 @@ class Suite:
                 self.written = write_report(found, path)
             except OSError as error:  # the verdict is still printed
                 self.written = [f"{path} is not written: {error.strerror}"]
+        log = options.sarif_path(self.config)
+        if log is not None and exitstatus in NOTHING_TO_REPORT:
+            self.written.append(f"{log} is not written: {NOTHING_TO_REPORT[exitstatus]}")
+        elif log is not None:
+            folder = self.config.invocation_params.dir
+            try:
+                write_sarif(self.verdicts, log, modules=self._modules, folder=folder, exit_status=exitstatus)
+                self.written.append(str(log))
+            except OSError as error:
+                self.written.append(f"{log} is not written: {error.strerror}")
+
+    def _modules(self, method: str) -> tuple[Any, ...]:
+        """What has a method's functions in the implementation under test, and the module around it."""
+        if isinstance(self.twins.optimized, Facade):
+            return self.twins.optimized.module(method), sys.modules[str(self.implementation)]
+        return tuple(pair.optimized for pair in discovery.methods() if pair.name == method)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         verbose = self.config.get_verbosity() > 0

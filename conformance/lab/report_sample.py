@@ -79,14 +79,17 @@ def sample(found: list[Result], *, implementation: str | None = "json", text: st
     """A report of these results. implementation: any module; None: kvtwin's own."""
     import torch
 
-    declared = Capabilities(dtypes=("float16",), ties="any", options={text: (text,)})
-    supported = dict.fromkeys(METHODS, declared)
-    judged = verdict.judge(found, supported, device="cpu", own=implementation is None)
+    judged = verdicts(found, own=implementation is None, text=text)
     made = build_report(
         found, judged, backend=environment.Backend(torch.device("cpu"), True, "Triton interpreter", "as asked"),
         implementation=implementation, arguments=["--kv-impl", text], exit_status=verdict.exit_status(judged),
     )
     return made if implementation is None else {**made, "accuracy": accuracy(text)}
+
+
+def verdicts(found: list[Result], *, own: bool = False, text: str = "shape") -> dict[str, verdict.MethodVerdict]:
+    declared = Capabilities(dtypes=("float16",), ties="any", options={text: (text,)})
+    return verdict.judge(found, dict.fromkeys(METHODS, declared), device="cpu", own=own)
 
 
 def accuracy(text: str) -> list[dict[str, Any]]:

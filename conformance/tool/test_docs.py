@@ -63,9 +63,8 @@ def run(pages: list[Path], folder: Path) -> int:
             name = f"{page.name}, block {number + 1}"
             script.append(f"shows({code!r}, {expected!r}, {name!r}, {path and path[1]!r}, namespace)")
             count += 1
-    ran = subprocess.run(
-        [sys.executable, "-c", "\n".join(script)], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
+    command = [sys.executable, "-W", "error::FutureWarning", "-c", "\n".join(script)]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     return count
 

@@ -90,7 +90,7 @@ text = b"\\0Each layer of this model keeps 64 tokens for each KV head, and no ot
 ids = torch.tensor([list(text)])
 cache = {cache}(model.config, {budget}=64{required})
 mask = torch.ones_like(ids)
-model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4)
+model.generate(ids, attention_mask=mask, **cache.argument, max_new_tokens=4)
 assert cache.layers[0].state.occupied.sum(-1).max() == 64
 ```
 """

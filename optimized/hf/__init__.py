@@ -1,4 +1,4 @@
-"""The optimized methods as caches for Hugging Face transformers: `model.generate(past_key_values=LongFlowCache(...))`.
+"""The optimized methods as caches for Hugging Face transformers: arguments of `model.generate`.
 
 Importing this package requires transformers (the extra `kvtwin[hf]`) and registers the attention function "kvtwin" with
 it. The reference's caches use the same function, so a process can use both. `captured` makes decode steps fast.

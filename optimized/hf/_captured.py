@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ...reference.contract.arguments import capturing
 from ...reference.contract.interruption import last_change
-from ...reference.hf.cache_adapter import REPLAYED, StateCache
+from ...reference.hf.cache_adapter import NAMES, REPLAYED, StateCache
 from .._common import graph
 from .._common.state import Changeable
 from ._host import NotReplayable, parts
@@ -65,7 +65,8 @@ def captured(model: PreTrainedModel) -> Iterator[Captured]:
     """Within this context, decode steps with an optimized cache are replays of CUDA graphs.
 
         with captured(model) as steps:
-            model.generate(ids, past_key_values=LongFlowCache(model.config, budget=1024))
+            cache = LongFlowCache(model.config, budget=1024)
+            model.generate(ids, **cache.argument)
 
     model: a transformers model whose attention is "kvtwin", on one CUDA device, in evaluation mode. A forward pass of
     one token per row is captured when a pass of its kind has run once before: with the same cache, batch size, and
@@ -159,7 +160,7 @@ class Captured:
         if torch.compiler.is_compiling():
             return self._plain(*args, **kwargs)
         given = {**dict(zip(self._signature.parameters, args, strict=False)), **kwargs} if args else kwargs
-        cache = given.get("past_key_values")
+        cache = next((given[name] for name in NAMES if given.get(name) is not None), None)
         if not isinstance(cache, StateCache) or not _is_one_token(given) or not (seen := cache.get_seq_length()):
             if isinstance(cache, StateCache):
                 self._forget_last(cache)

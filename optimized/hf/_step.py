@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ...reference.hf.cache_adapter import StateCache, StateLayer
+from ...reference.hf.cache_adapter import NAMES, StateCache, StateLayer
 from .._common import graph
 from .._common.state import State
 from ._host import PACKAGE, SIMPLE, NotReplayable, Snapshot, parts, places
@@ -52,7 +52,7 @@ def arguments_of(
     kept: dict[str, Any] = {}
     kind: list[tuple[Hashable, ...]] = []
     for name in sorted(given):
-        if name in ("past_key_values", "attention_mask"):
+        if name in (*NAMES, "attention_mask"):
             continue
         kept[name] = value = given[name]
         if isinstance(value, Tensor):
@@ -88,7 +88,7 @@ class Step:
 
         def run() -> None:
             with _watched(cache):
-                output = forward(**{**given, **self._inputs}, attention_mask=None, past_key_values=cache)
+                output = forward(**{**given, **self._inputs}, attention_mask=None, **cache.argument)
             made.append(_without(cache, output))
             join = getattr(cache, "join", None)
             if join is not None:

@@ -12,7 +12,7 @@ class EpiKVCache(HiddenStateCache):
 
         model.set_attn_implementation("kvtwin")
         with EpiKVCache(model, budget=1024) as cache:
-            model.generate(ids, past_key_values=cache)
+            model.generate(ids, **cache.argument)
 
     A forward pass takes one launch per layer, for attention, and one for all decisions; with a hybrid policy two per
     layer and two for decisions. Options, hooks and errors: `EpiKVCache` of the reference. A model on the CPU needs

@@ -11,7 +11,8 @@ class KIVICache(QuantizedCache):
     """A KIVI cache for `generate`, in float32 to bfloat16: all tokens stay, most of them in 2 or 4 bits.
 
         model.set_attn_implementation("kvtwin")
-        model.generate(ids, past_key_values=KIVICache(model.config, key_bits=2, value_bits=2, max_tokens=4096))
+        cache = KIVICache(model.config, key_bits=2, value_bits=2, max_tokens=4096)
+        model.generate(ids, **cache.argument)
 
     Options, as in KIVIConfig: key_bits, value_bits, group, residual, max_tokens, for which memory is allocated. The
     slots are in `cache.layers[i].state`, a `KIVIState`. Forward passes and errors: `KIVICache` of the reference. A

@@ -11,7 +11,8 @@ class QuestCache(SelectingCache):
     """A Quest cache for `generate`, in float32 to bfloat16: all tokens stay, and a step attends to selected pages.
 
         model.set_attn_implementation("kvtwin")
-        model.generate(ids, past_key_values=QuestCache(model.config, budget=2048, max_tokens=32768))
+        cache = QuestCache(model.config, budget=2048, max_tokens=32768)
+        model.generate(ids, **cache.argument)
 
     Options, as in QuestConfig: page_size, keep_last, least_pages, round_scores, max_tokens, for which memory is
     allocated; and skip_layers, the number of first layers that attend to all tokens. The slots are in

@@ -20,7 +20,7 @@ class SyncKVCache(SyncCache):
         model.set_attn_implementation("kvtwin")
         clusters = head_clusters(model, texts, k=64)
         cache = SyncKVCache(model.config, k=1024, head_clusters=clusters, max_tokens=32768)
-        model.generate(ids, past_key_values=cache)
+        model.generate(ids, **cache.argument)
 
     offload=True keeps the tokens of all heads except R-heads in pinned host memory and only the selected ones on the
     GPU. It raises RuntimeError under torch.compile, MemoryError without enough host memory, and NotImplementedError for

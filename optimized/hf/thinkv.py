@@ -17,7 +17,7 @@ class ThinKVCache(ThoughtCache):
 
         model.set_attn_implementation("kvtwin")
         cache = ThinKVCache(model.config, budget=1024, thresholds=Thresholds(layers=(3, 7), edges=(0.5, 0.8)))
-        model.generate(ids, past_key_values=cache)
+        model.generate(ids, **cache.argument)
 
     thresholds: the result of `calibrate` for this model. Other options, as in ThinKVConfig except edges; forward passes
     and errors: `ThinKVCache` of the reference. Memory is allocated for max_tokens. A model on the CPU needs Triton's

@@ -1,4 +1,4 @@
-"""The reference methods as caches for Hugging Face transformers: `model.generate(past_key_values=LongFlowCache(...))`.
+"""The reference methods as caches for Hugging Face transformers: arguments of `model.generate`.
 
 Importing this package requires transformers (the extra `kvtwin[hf]`) and registers the attention function "kvtwin" with
 it; see `cache_adapter`.

@@ -17,7 +17,8 @@ from .rotation import PLAIN, RotatedCache
 DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per layer, row and KV head{longer}.
 
     model.set_attn_implementation("kvtwin")
-    model.generate(ids, past_key_values={name}(model.config, budget=1024), prefill_chunk_size=128)
+    cache = {name}(model.config, budget=1024)
+    model.generate(ids, **cache.argument, prefill_chunk_size=128)
 
 The options are those of {config}: {options}. The model gives the scale. The layer processes a prompt in blocks of
 block_size tokens, which it holds beside its budget; prefill_chunk_size bounds the model's activations. The slots are in

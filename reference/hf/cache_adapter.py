@@ -53,6 +53,10 @@ _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
 # Keyword arguments by which some models change the logits. Ignoring them would compute another attention.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
+#: The argument of models and of generate that takes a cache: transformers 5.24 has renamed it.
+NAMES = "cache", "past_key_values"
+_TAKEN = signature(GenerationMixin.prepare_inputs_for_generation).parameters
+ARGUMENT = next(name for name in NAMES if name in _TAKEN)
 #: Caches whose steps are replays of CUDA graphs: those within `kvtwin.optimized.hf.captured`.
 REPLAYED: weakref.WeakSet[Any] = weakref.WeakSet()
 _OF_PROMPTS = getattr(getattr(GenerationMixin, "_prefill", None), "__code__", None)     # generate's method for prompts
@@ -294,7 +298,7 @@ class StateLayer(CacheLayerMixin):
 
 
 class StateCache(Configured):
-    """Base class of the caches for `model.generate(past_key_values=...)`. A method's cache sets Config and State.
+    """Base class of the caches for `model.generate(**cache.argument)`. A method's cache sets Config and State.
 
     config: model.config. budget: the largest number of tokens per layer and row. compression_ratio, in its place: the
     share of the first forward pass's T tokens, padding included, that the budget leaves out, from 0 to below 1: the
@@ -350,6 +354,12 @@ class StateCache(Configured):
             )
         super().__init__(layers=layers)
         self._progress = Progress(layers, config)
+
+    @property
+    def argument(self) -> dict[str, Any]:
+        """The cache under the name that `generate` and forward passes have for it: "cache" in transformers 5.24 and
+        later, "past_key_values" before."""
+        return {ARGUMENT: self}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

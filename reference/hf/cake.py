@@ -11,7 +11,8 @@ class CAKECache(CascadingCache):
     their attention calls for.
 
         model.set_attn_implementation("kvtwin")
-        model.generate(ids, past_key_values=CAKECache(model.config, budget=1024))
+        cache = CAKECache(model.config, budget=1024)
+        model.generate(ids, **cache.argument)
 
     Options, as in CAKEConfig: window, kernel_size, gamma, tau1, tau2, whole_batch. The first forward pass is the
     prompt, after which `cache.cascade` has the preferences and budgets of the layers. All later tokens are decode

@@ -12,7 +12,7 @@ class EpiKVCache(HiddenStateCache):
 
         model.set_attn_implementation("kvtwin")
         with EpiKVCache(model, budget=1024) as cache:
-            model.generate(ids, past_key_values=cache)
+            model.generate(ids, **cache.argument)
 
     The constructor takes the model and registers forward hooks that read the outputs of the layers of both bands. The
     hooks are removed at the end of the `with` block or when the cache is deleted. RuntimeError for tokens of another

@@ -10,7 +10,8 @@ class PMKVQCache(QuantizedCache):
     """A PM-KVQ cache for `generate`, in float64 to bfloat16: all tokens stay, in codes that shrink as the cache fills.
 
         model.set_attn_implementation("kvtwin")
-        model.generate(ids, past_key_values=PMKVQCache(model.config, bits=4, max_tokens=4096))
+        cache = PMKVQCache(model.config, bits=4, max_tokens=4096)
+        model.generate(ids, **cache.argument)
 
     Options, as in PMKVQConfig: bits, also a list with the budget of each layer, window, sinks, group, least_scale,
     max_tokens. A budget of tokens has no effect (UserWarning). The slots are in `cache.layers[i].state`, a

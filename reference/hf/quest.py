@@ -10,7 +10,8 @@ class QuestCache(SelectingCache):
     """A Quest cache for `generate`, in float64 to bfloat16: all tokens stay, and a step attends to selected pages.
 
         model.set_attn_implementation("kvtwin")
-        model.generate(ids, past_key_values=QuestCache(model.config, budget=2048, max_tokens=32768))
+        cache = QuestCache(model.config, budget=2048, max_tokens=32768)
+        model.generate(ids, **cache.argument)
 
     Options, as in QuestConfig: page_size, keep_last, least_pages, round_scores, max_tokens. The first skip_layers
     layers attend to all tokens, by default two, as in the authors' code. The slots are in `cache.layers[i].state`, a

@@ -20,7 +20,7 @@ class SyncKVCache(SyncCache):
         model.set_attn_implementation("kvtwin")
         clusters = head_clusters(model, texts, k=64)
         cache = SyncKVCache(model.config, k=1024, head_clusters=clusters, max_tokens=32768)
-        model.generate(ids, past_key_values=cache)
+        model.generate(ids, **cache.argument)
 
     k: the number of selected tokens that a head other than the R-heads attends to, besides the newest ones.
     budget= is another name of it.

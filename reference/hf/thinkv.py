@@ -17,7 +17,7 @@ class ThinKVCache(ThoughtCache):
 
         model.set_attn_implementation("kvtwin")
         cache = ThinKVCache(model.config, budget=1024, thresholds=Thresholds(layers=(3, 7), edges=(0.5, 0.8)))
-        model.generate(ids, past_key_values=cache)
+        model.generate(ids, **cache.argument)
 
     thresholds: the result of `calibrate` for this model. At decode steps 0, tau, 2 tau, ... the sparsity averaged over
     thresholds.layers determines the thought type of the next tau tokens of each row, in all layers. None: all tokens

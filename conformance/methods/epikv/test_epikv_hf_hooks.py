@@ -63,7 +63,7 @@ def test_the_scorer_gets_the_outputs_of_the_layers(family: str, monkeypatch: pyt
     cache.close()
 
 
-@pytest.mark.parametrize("family", ["gptj", "bloom", "falcon", "mpt"])
+@pytest.mark.parametrize("family", [*tiny_models.GPTJ, "bloom", "falcon", "mpt"])
 def test_models_with_attention_of_their_own_are_refused(family: str) -> None:
     model = tiny_models.other(family)
     with make("reference", model) as cache, pytest.raises(RuntimeError, match="does not support it"):

@@ -21,6 +21,7 @@ from kvtwin.conformance.methods.support.captured_cases import assert_logits, dec
 from kvtwin.conformance.methods.support.tiny_models import VOCABULARY
 from kvtwin.optimized import hf
 from kvtwin.optimized.hf import captured
+from kvtwin.reference.hf.cache_adapter import ARGUMENT
 
 pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.usefixtures("graphs"), pytest.mark.whole]
 
@@ -30,9 +31,9 @@ def asks(model: Any) -> None:
     inner = model.model
     forward, rotate = inner.forward, inner.rotary_emb.forward
 
-    def noted(*args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        inner.kept = [past_key_values]
-        return forward(*args, past_key_values=past_key_values, **kwargs)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        inner.kept = [kwargs[ARGUMENT]]
+        return forward(*args, **kwargs)
 
     inner.forward = noted
     inner.rotary_emb.forward = lambda x, position_ids: rotate(x, position_ids + inner.kept[0].get_seq_length())
@@ -62,7 +63,7 @@ def test_models_without_graphs_run_as_before(reason, change, model, device):
         cache, ids = h2o(model), torch.tensor([[5]], device=model.device)
         logits = [feed(model, cache, [[3, 1, 4]])]
         with inside():
-            return logits + [model(ids, past_key_values=cache).logits.detach() for _ in range(4)]
+            return logits + [model(ids, **{ARGUMENT: cache}).logits.detach() for _ in range(4)]
 
     expected = run(other)
     with captured(model) as steps, pytest.warns(UserWarning, match=reason) as caught:
@@ -95,7 +96,7 @@ def test_inside_of_another_capture_the_pass_is_part_of_it(model, device):
         ids = torch.tensor([[5]], device=device)
         inside = stand_in.capturing() if device.type == "cpu" else capture(torch.cuda.CUDAGraph())
         with torch.no_grad(), pytest.warns(UserWarning, match="another graph is being captured"), inside:
-            model(ids, past_key_values=cache)
+            model(ids, **cache.argument)
         assert steps.replays == 3
 
 

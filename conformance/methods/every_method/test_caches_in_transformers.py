@@ -43,7 +43,7 @@ def test_latent_attention_is_refused(family: str) -> None:
     assert "set_attn_implementation" not in str(error.value)
 
 
-@pytest.mark.parametrize("family", ["xglm", "gpt_neox_japanese", "gptj", "bloom", "falcon", "mpt"])
+@pytest.mark.parametrize("family", ["xglm", "gpt_neox_japanese", *tiny_models.GPTJ, "bloom", "falcon", "mpt"])
 def test_attention_that_does_not_switch_is_refused(family: str) -> None:
     model = tiny_models.other(family)
     model.set_attn_implementation("kvtwin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from kvtwin.conformance.methods.support import tiny_models
 from kvtwin.conformance.methods.support.hf_cases import check_second_turn_in_chunks, feed
 from kvtwin.conformance.methods.support.tiny_models import prompts
 from kvtwin.reference.hf import LongFlowCache
-from kvtwin.reference.hf.cache_adapter import attention
+from kvtwin.reference.hf.cache_adapter import ARGUMENT, attention
 
 pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.main, pytest.mark.whole]
 
@@ -82,6 +83,16 @@ def test_a_model_without_full_attention_gets_a_warning():
     config = transformers.MistralConfig(num_hidden_layers=2, sliding_window=8)
     with pytest.warns(UserWarning, match="nothing will be evicted"):
         LongFlowCache(config, budget=4)
+
+
+def test_the_cache_is_the_argument_that_this_transformers_takes(model, inputs):
+    """Under the name that raises neither an error nor a warning."""
+    cache = LongFlowCache(model.config, budget=4)
+    assert cache.argument[ARGUMENT] is cache
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(**inputs, **cache.argument, max_new_tokens=3)
+    assert cache.get_seq_length() == 7
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import io
 import re
+import warnings
 
 import pytest
 
@@ -39,6 +40,7 @@ def blocks(text: str, snippet: str) -> tuple[str, str]:
 @pytest.mark.kind("golden")
 def test_the_readme_generates_what_it_shows():
     code, expected = blocks(readme(), SNIPPET)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.redirect_stdout(io.StringIO()) as printed, warnings.catch_warnings():
+        warnings.simplefilter("error")  # of the names that the suite passes over, too
         exec(compile(code, f"README.md, {SNIPPET}", "exec"), {"__name__": "readme"})
     assert printed.getvalue() == expected

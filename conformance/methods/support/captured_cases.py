@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ....optimized import hf
+from ....reference.hf.cache_adapter import ARGUMENT
 from ...judge.compare import assert_same
 from . import tiny_models
 
@@ -33,7 +34,7 @@ def made(family: str, device: torch.device, **options: Any) -> Any:
 def feed(model: Any, cache: Any, ids: list[list[int]], **options: Any) -> Tensor:
     """The logits of one forward pass."""
     with torch.no_grad():
-        logits: Tensor = model(torch.tensor(ids, device=model.device), past_key_values=cache, **options).logits
+        logits: Tensor = model(torch.tensor(ids, device=model.device), **{ARGUMENT: cache}, **options).logits
     return logits
 
 

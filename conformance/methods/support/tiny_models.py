@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from ....reference.hf.cache_adapter import StateCache
+from ....reference.hf.cache_adapter import ARGUMENT, NAMES, StateCache
 from ...judge import checkers
 
 VOCABULARY = 89
@@ -48,6 +48,9 @@ _OTHERS: dict[str, tuple[str, str, Any]] = {
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
 }
+
+#: GPT-J has attention of its own before transformers 5.24.
+GPTJ = ["gptj"] if NAMES[0] != ARGUMENT else []
 
 
 def model(
@@ -98,7 +101,7 @@ def prompts(length: int, padding: list[int], device: torch.device | str = "cpu")
 
 def generate(model: Any, inputs: dict[str, Tensor], new: int, **options: Any) -> Tensor:
     """Decode greedily; returns the generated tokens, [B, new]."""
-    options = {"do_sample": False, **options}
+    options = {ARGUMENT if name in NAMES else name: value for name, value in {"do_sample": False, **options}.items()}
     return model.generate(**inputs, max_new_tokens=new, **options)[:, inputs["input_ids"].shape[1]:]
 
 
