@@ -245,6 +245,10 @@ def test_list_needs_no_model(tmp_path, capsys, monkeypatch):
 # Graphs --------------------------------------------------------------------------------------------------------------
 
 
+#: What the host counts only for graphs.
+SCHEDULE = ("may_replay", "reset_last")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("method", ["h2o", "longflow", "kivi", "quest", "cake", "synckv"])
@@ -252,13 +256,15 @@ def test_replayed_steps_have_the_bits_of_plain_ones(method, device):
     """On the CPU with a stand-in for graphs."""
     from kvtwin.fixtures.accuracy import follow
     from kvtwin.fixtures.known_steps import replayed
+    from kvtwin.optimized.hf._host import parts
 
     form = replace(known_accuracy.SHORT, tasks={"perplexity 2048": Plan(24, 19, 10)}, count=1)
-    run, found = Run(form, "optimized", str(device), "float32"), []
+    run, found, attends = Run(form, "optimized", str(device), "float32"), [], []
     point = known_accuracy.points(form, [method])[-1]
     model, tokens = run.loaded[0], torch.from_numpy(run.asked("perplexity 2048")[0].tokens)[None].to(device)
     for wraps in (False, True):
         attend, block = run.attend(point)[0](1), run.attend(point)[1]
+        attends.append(attend)
         counted: list[int] = []
 
         def wrap(step: Any, attend: Any = attend, wraps: bool = wraps, counted: list[int] = counted) -> Any:
@@ -271,3 +277,7 @@ def test_replayed_steps_have_the_bits_of_plain_ones(method, device):
         found.append((*follow(model, tokens, attend, 19, block, wrap), len(counted)))
     assert found[1][2] == 1 < found[0][2]                                    # one step ran as it is
     assert all(torch.equal(one, other) for one, other in zip(found[0][:2], found[1][:2], strict=True))
+    for mine, other in zip(*map(parts, attends), strict=True):              # and the host knows the same
+        numbers = [{name: value for name, value in vars(one).items() if isinstance(value, int) and name not in SCHEDULE}
+                   for one in (mine, other)]  # fmt: skip
+        assert numbers[0] == numbers[1]
