@@ -40,7 +40,7 @@ config = LlamaConfig(
     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=1, head_dim=16
 )
 model, tokens = LlamaForCausalLM(config).eval(), torch.ones(1, 4, dtype=torch.long)
-import kvtwin.{}
+import {}
 
 model.set_attn_implementation("kvtwin")
 with torch.no_grad():
@@ -53,7 +53,7 @@ assert cache.layers[1].state.occupied.sum() == 2
 """
 
 
-@pytest.mark.parametrize("package", ["reference", "optimized.baselines.h2o"])
+@pytest.mark.parametrize("package", ["kvtwin", "kvtwin.optimized.baselines.h2o"])
 def test_the_attention_has_its_name_before_a_cache_is_imported(package: str) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", NAME_BEFORE_CACHE.format(package)], check=True)
 
