@@ -8,6 +8,7 @@ On the command line, `kvtwin verify METHOD --impl MODULE` judges your implementa
 """
 
 import sys
+from importlib import import_module
 from typing import Any
 
 
@@ -24,22 +25,19 @@ def _register() -> None:
     accepts the name before a cache of kvtwin is imported. `reference.hf`, which takes long to import, replaces these
     functions."""
 
-    def attention(*args: Any, **options: Any) -> Any:
-        from .reference.hf.cache_adapter import attention as ours
+    def function(where: str, name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            return getattr(import_module(f"kvtwin.reference.hf.{where}"), name)(*args, **options)
 
-        return ours(*args, **options)
+        return call
 
-    def mask(*args: Any, **options: Any) -> Any:
-        from .reference.hf.masks import make_mask as ours
-
-        return ours(*args, **options)
-
-    for module, name, function in (
-        ("modeling_utils", "AttentionInterface", attention), ("masking_utils", "AttentionMaskInterface", mask),
+    for module, name, ours in (
+        ("modeling_utils", "AttentionInterface", function("cache_adapter", "attention")),
+        ("masking_utils", "AttentionMaskInterface", function("masks", "make_mask")),
     ):
         interface = getattr(sys.modules.get(f"transformers.{module}"), name, None)
         if interface is not None:
-            interface.register("kvtwin", function)
+            interface.register("kvtwin", ours)
 
 
 _register()
