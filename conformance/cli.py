@@ -77,9 +77,17 @@ def accuracy(arguments: Sequence[str], prog: str) -> int:
     """print how kvtwin's own small model answers with each method, or measure it with --impl"""
     from ..fixtures import accuracy_plot
 
+    model = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    model.add_argument("--model")
+    if model.parse_known_args(arguments)[0].model not in (None, "small"):
+        from ..fixtures import known_accuracy
+
+        return known_accuracy.main(arguments, prog)
+
     stored = json.loads((resources.files("kvtwin.fixtures") / "accuracy.json").read_text(encoding="utf-8"))
     parser = _parser(prog, accuracy)
     parser.epilog = "Without --impl the stored results are printed. python -m kvtwin.fixtures.accuracy stores new ones."
+    parser.add_argument("--model", choices=("small", "known"), help="known: measures a public one, see its --help")
     parser.add_argument("--impl", type=words, metavar="MODULE", help="measure with this module's states or functions")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="of --impl; default: cpu")
     parser.add_argument(

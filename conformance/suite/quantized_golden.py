@@ -29,7 +29,7 @@ class Golden(NamedTuple):
 
     @classmethod
     def of(cls, recorder: Recorder) -> Golden:
-        return cls(load_trace("capture"), recorder, load_trace(recorder.method))
+        return cls(load_trace(recorder.capture), recorder, load_trace(recorder.name))
 
     @property
     def cases(self) -> dict[str, Any]:

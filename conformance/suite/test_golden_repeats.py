@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvtwin.fixtures.block_traces import BlockRecorder
-from kvtwin.fixtures.load import Trace, load_trace
+from kvtwin.fixtures.block_traces import OWN, BlockRecorder
+from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record import recorders
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
@@ -20,12 +20,8 @@ RECORDERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def capture() -> Trace:
-    return load_trace("capture")
-
-
 @pytest.mark.parametrize("method", RECORDERS)
-def test_float64_repeats_the_golden_trace(method, capture):
+def test_float64_repeats_the_golden_trace(method):
     recorder = RECORDERS[method]
+    capture = load_trace(getattr(recorder, "capture", OWN))
     assert recorder.compare(capture, load_trace(method), recorder.record(capture)) == []

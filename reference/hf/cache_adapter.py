@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from inspect import signature
 from math import prod
 from typing import Any, ClassVar
 

@@ -22,7 +22,7 @@ from kvtwin.conformance.lab.docs_source import docs_module
 from kvtwin.conformance.lab.report_sample import sample
 from kvtwin.fixtures import accuracy, accuracy_plot, counterfactual, needle, plotting, tasks
 from kvtwin.fixtures.accuracy import FULL, Plan
-from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, shares_of, way
+from kvtwin.fixtures.accuracy_caches import States, config_of, head_clusters, maker, shares_of, training_documents, way
 from kvtwin.fixtures.decoder import DecoderConfig, frequencies
 from kvtwin.fixtures.load import load_bytes, load_model
 from kvtwin.fixtures.stored import stored_result
@@ -148,10 +148,10 @@ def test_every_method_is_asked_within_its_budget() -> None:
 
 def test_head_clusters_are_those_of_other_documents() -> None:
     model = load_model(torch.float32, "cpu")
-    found = head_clusters(model, 64, 1)
+    found = head_clusters(model, training_documents(64), 1)
     assert len(found) == model.config.num_hidden_layers
     assert all(len(clusters.labels) == 4 and len(clusters.representatives) == 1 for clusters in found)
-    assert found == head_clusters(model, 64, 1)
+    assert found == head_clusters(model, training_documents(64), 1)
 
 
 @pytest.mark.parametrize(

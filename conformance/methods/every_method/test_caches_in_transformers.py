@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -28,6 +30,32 @@ def model() -> Any:
     model = tiny_models.model("llama")
     model.set_attn_implementation("kvtwin")
     return model
+
+
+NAME_BEFORE_CACHE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+config = LlamaConfig(
+    vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=1, head_dim=16
+)
+model, tokens = LlamaForCausalLM(config).eval(), torch.ones(1, 4, dtype=torch.long)
+import {}
+
+model.set_attn_implementation("kvtwin")
+with torch.no_grad():
+    model(tokens)
+    from kvtwin.reference.hf import H2OCache
+
+    cache = H2OCache(config, budget=2)
+    model(tokens, past_key_values=cache)
+assert cache.layers[1].state.occupied.sum() == 2
+"""
+
+
+@pytest.mark.parametrize("package", ["kvtwin", "kvtwin.optimized.baselines.h2o"])
+def test_the_attention_has_its_name_before_a_cache_is_imported(package: str) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", NAME_BEFORE_CACHE.format(package)], check=True)
 
 
 # Models that cannot use the caches -----------------------------------------------------------------------------------

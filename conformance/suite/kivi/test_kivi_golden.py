@@ -8,10 +8,12 @@ import torch
 
 from kvtwin.conformance.suite.quantized_golden import Golden
 from kvtwin.fixtures.record_kivi import RECORDER
+from kvtwin.fixtures.record_known_kivi import RECORDER as KNOWN
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
-CASES = ("3.22", "6.44", "3.24", "6.42")  # layer.bits of keys and values; the first two have one KV head
+#: By trace: layer.bits of keys and values. The first two, and the first one of the public model, have one KV head.
+CASES = {"kivi": ("3.22", "6.44", "3.24", "6.42"), "known_kivi": ("18.22", "27.22")}
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +21,21 @@ def golden() -> Golden:
     return Golden.of(RECORDER)
 
 
-def test_every_recorded_case_is_replayed(golden):
-    assert set(golden.cases) == set(CASES)
+@pytest.fixture(scope="module")
+def known() -> Golden:
+    """The trace of a public model, whose keys have outlier channels."""
+    return Golden.of(KNOWN)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_case_uses_every_code_of_keys_and_values(case, golden):
+def test_every_recorded_case_is_replayed(golden, known):
+    for one in (golden, known):
+        assert set(one.cases) == set(CASES[one.recorder.name])
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES.items() for case in cases])
+def test_every_case_uses_every_code_of_keys_and_values(name, case, golden, known):
     """And steps quantize keys, not only the prompt."""
+    golden = golden if name == golden.recorder.name else known
     about = golden.cases[case]
     for which in ("key", "value"):
         bits = about["config"][f"{which}_bits"]
@@ -39,3 +49,8 @@ def test_every_case_uses_every_code_of_keys_and_values(case, golden):
 def test_kivi_follows_the_golden_trace(golden, twins, device):
     for case in golden.cases_for(device):
         golden.follow(case, twins, device)
+
+
+def test_kivi_follows_its_trace_of_a_public_model(known, twins, device):
+    for case in known.cases_for(device):
+        known.follow(case, twins, device)
