@@ -255,8 +255,8 @@ SCHEDULE = ("may_replay", "reset_last")
 def test_replayed_steps_have_the_bits_of_plain_ones(method, device):
     """On the CPU with a stand-in for graphs."""
     from kvtwin.fixtures.accuracy import follow
-    from kvtwin.fixtures.known_steps import replayed
     from kvtwin.optimized.hf._host import parts
+    from kvtwin.optimized.hf.steps import replayed
 
     form = replace(known_accuracy.SHORT, tasks={"perplexity 2048": Plan(24, 19, 10)}, count=1)
     run, found, attends = Run(form, "optimized", str(device), "float32"), [], []
@@ -272,7 +272,10 @@ def test_replayed_steps_have_the_bits_of_plain_ones(method, device):
                 counted.append(at)
                 return step(new, at)
 
-            return replayed(model, attend)(count) if wraps else count
+            def forward(new: Any, at: Any) -> Any:
+                return model(new, start=at, attend=attend, only_last=True)
+
+            return replayed(forward, attend)(count) if wraps else count
 
         found.append((*follow(model, tokens, attend, 19, block, wrap), len(counted)))
     assert found[1][2] == 1 < found[0][2]                                    # one step ran as it is
