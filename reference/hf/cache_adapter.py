@@ -82,12 +82,21 @@ def attention(
             raise NotImplementedError("kvtwin's attention does not support dropout: call model.eval()")
         if kwargs.get("output_attentions"):
             raise NotImplementedError("kvtwin's attention does not support output_attentions: it stores no weights")
+        query, key, value = (in_autocast(tensor) for tensor in (query, key, value))
         return owner().attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
     mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
     if isinstance(mask, Tensor):
         mask = mask.to(query.device)                # for models on several devices, which move tensors but no MaskSpec
     output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     return output, None
+
+
+def in_autocast(tensor: Tensor) -> Tensor:
+    """In the dtype that torch.autocast, if it is enabled, gives matrix products."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 # register() is global. Item assignment would change a single instance, which transformers ignores.

@@ -23,7 +23,7 @@ from ..contract import MethodConfig
 from ..contract.arguments import check_choice, check_integer
 from ..contract.epikv.config import BANDS, POLICIES, EpiKVConfig, band_layers
 from ..contract.interruption import note_change
-from .cache_adapter import StateCache, StateLayer
+from .cache_adapter import StateCache, StateLayer, in_autocast
 from .masks import MaskSpec
 from .progress import one_token_per_pass
 
@@ -301,7 +301,7 @@ def install(model: PreTrainedModel, passes: Passes, owner: Callable[[], Any]) ->
         cache = owner()
         # Models differ in the name of the argument, and whether it is positional.
         if cache is not None and any(value is cache for value in (*args, *kwargs.values())):
-            passes.observe(number, hidden[0] if isinstance(hidden, tuple) else hidden)
+            passes.observe(number, in_autocast(hidden[0] if isinstance(hidden, tuple) else hidden))
 
     def before(number: int) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any) -> None:

@@ -82,6 +82,21 @@ def test_a_budget_alone_makes_a_cache_generate(method, side, device):
     assert "; no tokens, " in repr(cache)
 
 
+@kernels
+def test_a_cache_has_the_dtype_of_autocast(method, side, device):
+    """As transformers' attention has. Without it, keys, which the model rotates in float32, differ from values."""
+    of, inputs, full = model(device), prompts(12, [0], device), DynamicCache()
+    with torch.autocast(device.type, dtype=torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        cache = SIDES[side].cache(method, of, budget=16)
+        generate(of, inputs, 3, past_key_values=cache)
+        generate(of, inputs, 3, past_key_values=full)
+    state = cache.layers[0].state
+    assert state.dtype == torch.bfloat16
+    if method not in {*HOLD_MORE, "thinkv"}:                                # it stores codes
+        assert torch.equal(state.key[:, :, :12], full.layers[0].keys[:, :, :12].bfloat16())
+
+
 def test_what_layers_share_counts_once():
     of = model()
     with kvtwin.reference.hf.EpiKVCache(of, budget=16) as cache:
