@@ -1,4 +1,4 @@
-"""The stubs of the caches for transformers: they are those of the present options, and mypy reads them."""
+"""The stubs of the caches for transformers agree with the caches' options, and mypy finds wrong options by them."""
 
 from __future__ import annotations
 

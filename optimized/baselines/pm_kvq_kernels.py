@@ -295,7 +295,7 @@ def settle_kernel(
             tl.store(count + b, now)
             if b == 0:
                 tl.store(counters + SEEN, new_seen)
-    # No step of the loop without something due.
+    # If nothing is due, the loop has no iterations.
     for tile in range(part, tl.where(active, tl.cdiv(units, BLOCK), 0), parts):
         unit = tl.cast(tile, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         _settle(

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...reference.contract import Sizes
 from .._common.launch import (
-    INTERPRETED,
     MAX_SPLITS,
+    SMALL_TILES,
     few_rows,
     group_rows,
     key_block,
@@ -63,8 +63,8 @@ def _(query: Tensor) -> Tensor:
 def _cut(sizes: Sizes, key: Tensor) -> tuple[int, int, int, dict[str, int]]:
     """The slots of a tile, the number of splits and the slots of each, and launch options."""
     block = key_block(sizes.head_dim, key.element_size(), sizes.slots)
-    if not INTERPRETED and key.element_size() == 2 and few_rows(sizes, key.device):
-        # Two programs on a multiprocessor, with larger tiles: 41 instead of 66 us on an H200, for one row of 33K slots.
+    if not SMALL_TILES and key.element_size() == 2 and few_rows(sizes, key.device):
+        # Two programs on a multiprocessor, with larger tiles: 43 instead of 64 us on an H200, for one row of 33K slots.
         wide = min(2 * block, 128)
         return wide, *split_slots(sizes, wide, key.device, resident=2), {"num_warps": 8, "num_stages": 2}
     return block, *split_slots(sizes, block, key.device), {"num_warps": 4, "num_stages": 3}

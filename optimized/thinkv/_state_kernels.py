@@ -61,7 +61,7 @@ def settle_kernel(
 def commit_kernel(
     sizes, levels, live, over_budget, new_sizes, new_levels, new_over_budget, segments, SEGMENTS: tl.constexpr
 ):
-    """Program: a row. The plan of its segments, [B, M] and over_budget [B], becomes true, and what goes is not live."""
+    """Program: a row. Its segments, [B, M], and over_budget [B] take the planned values; live loses what they lose."""
     b = tl.program_id(0).to(tl.int64)
     left = tl.zeros([SEGMENTS], tl.int64)
     for start in range(0, segments, SEGMENTS):
