@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import claims_plot
+from . import claims_plot, known
 from . import performance as performance
 from .api import api_page
 from .caches import caches_page
@@ -47,7 +47,7 @@ def plots() -> dict[str, str]:
     """Every plot of the results: its path below docs/reference, and its SVG."""
     return {"results/claims.svg": claims_plot.svg()} | {
         f"results/{name}.svg": read(f"fixtures/{name}.svg") for name in PLOTS
-    }
+    } | known.plots()
 
 
 def write(folder: Path) -> None:

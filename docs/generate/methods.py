@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
+from . import known
 from .markdown import escape, markdown_table, prose
 from .stored import DOCS, baselines, benchmark_table, kill_matrices, machine_of, stored
 
@@ -28,7 +29,7 @@ def method_page(pair: Any) -> str:
         cache_entry(pair),
         "## Verdict\n", judged(pair),
         "## Claims\n", claims(pair.name),
-        "## Accuracy\n", accuracy(pair.name),
+        "## Accuracy\n", accuracy(pair.name), known.of_method(pair.name),
         "## Speed\n", speed(pair.name),
         "## Mutants\n", mutants_summary(pair.name),
     ]  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .authors import authors_page
+from .known import known_page
 from .markdown import escape, markdown_table
 from .power import power_page
 from .stored import ROOT, baselines, benchmark_table, kill_matrices, machine_of, stored
@@ -18,8 +19,8 @@ from .verdict_matrix import verdict_matrix_page
 
 def result_pages() -> dict[str, str]:
     return {
-        "claims": claims_page(), "authors": authors_page(), "accuracy": accuracy_page(), "needle": needle_page(),
-        "bands": bands_page(),
+        "claims": claims_page(), "authors": authors_page(), "accuracy": accuracy_page(),
+        "known": known_page(), "needle": needle_page(), "bands": bands_page(),
         "headline": headline_page(), "benchmarks": benchmarks_page(), "kill-matrix": kill_matrix_page(),
         "verdict-matrix": verdict_matrix_page(), "power": power_page(),
     }  # fmt: skip
