@@ -241,9 +241,10 @@ class Fused(Decode):
         group = query.shape[1] // key.shape[1]
         mask = held.repeat_interleave(group, 1)[:, :, None]
         k, v = (tensor.masked_fill(~held[..., None], 0).float().repeat_interleave(group, 1) for tensor in (key, value))
+        # A copy: on a GPU, the fused kernels refuse an address or a stride of an axis of length 1 that is not aligned.
+        aligned = query.float()[:, :, None].clone(memory_format=torch.contiguous_format)
         output = torch.nn.functional.scaled_dot_product_attention(
-            query.float()[:, :, None].contiguous(), k.contiguous(), v.contiguous(), attn_mask=mask,
-            scale=options.get("scale"),
+            aligned, k.contiguous(), v.contiguous(), attn_mask=mask, scale=options.get("scale"),
         )
         empty = ~mask.any(-1, keepdim=True)
         return {"output": output.masked_fill(empty, 0)[:, :, 0].to(query.dtype), "score": score, "slot": slot}
