@@ -44,10 +44,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..contract import MethodConfig
-from ..contract.arguments import check_reorder
 from . import masks
+from .cache_adapter_rows import Rows
 from .masks import MaskSpec
-from .options import Configured
 from .progress import ACTIVATE, NAME, Progress
 
 _OWNER = "_kvtwin_layer"
@@ -113,7 +112,8 @@ class StateLayer(CacheLayerMixin):
         # The base's __init__ is not called: it sets keys and values, which are properties here.
         self.is_initialized = False
         self.state: Any = None
-        self._config, self._state_class, self._mask = config, state_class, attention_mask
+        self._config, self._state_class = config, state_class
+        self._given = self._mask = attention_mask       # the latter in the rows that the layer has now
         self._made: dict[str, Any] = {}     # the arguments of the state
         self._seen = 0                      # tokens, counted on the host to avoid a synchronization
         self._pending = 0                   # tokens passed to `update` but not yet to attention
@@ -250,11 +250,14 @@ class StateLayer(CacheLayerMixin):
             changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
                        if wanted[name] != self._made[name]]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
-        self.state = self._state_class(replace(self._config, scale=scaling), **sizes)
+        self.state, self._made = self._new_state(**wanted), wanted
+
+    def _new_state(self, scaling: Any, **sizes: Any) -> Any:
+        state = self._state_class(replace(self._config, scale=scaling), **sizes)
         if self.is_compileable and not torch.compiler.is_compiling():
-            for tensor in self.state._tensors():        # otherwise a compiler makes no CUDA graphs of steps
+            for tensor in state._tensors():             # otherwise a compiler makes no CUDA graphs of steps
                 torch._dynamo.mark_static_address(tensor)
-        self._made = wanted
+        return state
 
     def get_seq_length(self) -> int:
         """The number of tokens seen, padding included, from which transformers derives positions. In a compiled pass a
@@ -300,14 +303,30 @@ class StateLayer(CacheLayerMixin):
             self.state.reset()
         self._seen = self._pending = 0
         self._begun = self._covered = self._behind = False
+        self._mask = self._given
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]: beam_idx [B] int64, checked by the cache."""
         if self.state is not None:
             self.state.reorder(beam_idx.to(self.device))
 
+    def state_of_rows(self, index: Tensor) -> Any:
+        """A new state with the rows `index` [N] int64 of this layer's. NotImplementedError for States of others."""
+        if not hasattr(self.state, "_take_rows"):
+            raise NotImplementedError(f"a {type(self.state).__name__} that is not kvtwin's keeps its number of rows")
+        state = self._new_state(**{**self._made, "batch": len(index)})
+        state._take_rows(self.state, index.to(self.device))
+        return state
 
-class StateCache(Configured):
+    def adopt(self, state: Any, index: Tensor) -> None:
+        """From here on, use a state with the rows `index` [N] of the present one."""
+        if self._mask is not None:
+            rows = self._mask.repeat_interleave(self.rows // len(self._mask), dim=0)
+            self._mask = rows.index_select(0, index.to(rows.device))
+        self.state, self._made = state, {**self._made, "batch": len(index)}
+
+
+class StateCache(Rows):
     """Base class of the caches for `model.generate(**cache.argument)`. A method's cache sets Config and State.
 
     config: model.config. budget: the largest number of tokens per layer and row. compression_ratio, in its place: the
@@ -397,14 +416,8 @@ class StateCache(Configured):
         layer = self.layers[layer_idx]
         return 0 if isinstance(layer, StateLayer) and layer.uncounted else super().get_query_offset(layer_idx)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype. TypeError or ValueError for any other,
-        before a layer changes."""
-        index = masks.as_rows(beam_idx)
-        used = [layer for layer in self.layers if isinstance(layer, StateLayer) and layer.state is not None]
-        for layer in used[:1]:
-            check_reorder(index.to(layer.device), layer.rows, layer.device, name="beam_idx")
-        super().reorder_cache(index)
+    def _check_progress(self) -> None:
+        self._progress.common_length()
 
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         """Create the cache of layer `number`, which has full attention."""
@@ -419,9 +432,3 @@ class StateCache(Configured):
             raise NotImplementedError(
                 "evicted tokens cannot be restored: crop() is not supported, reset() empties the cache"
             )
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError("the first forward pass fixes the number of rows")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise NotImplementedError("the first forward pass fixes the number of rows")

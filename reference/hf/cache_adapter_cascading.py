@@ -64,8 +64,10 @@ class CascadingCache(StateCache):
         if self.cascade is not None:
             self.cascade.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype."""
-        super().reorder_cache(beam_idx)
-        if self.cascade is not None:
-            self.cascade.reorder(beam_idx.to(self.cascade.device).long())
+    @property
+    def _shared(self) -> Any:
+        return self.cascade
+
+    @property
+    def _makers(self) -> tuple[object, ...]:
+        return (self._cascading,)

@@ -257,11 +257,13 @@ class HiddenStateCache(StateCache):
             if self._passes.scorer is not None:
                 self._passes.scorer.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype."""
-        super().reorder_cache(beam_idx)
-        if self._passes is not None and self._passes.scorer is not None:
-            self._passes.scorer.reorder(beam_idx.to(self._passes.scorer.device, torch.int64))
+    @property
+    def _shared(self) -> Any:
+        return None if self._passes is None else self._passes.scorer
+
+    @property
+    def _makers(self) -> tuple[object, ...]:
+        return () if self._passes is None else (self._passes,)
 
 
 def check_bands(layers: object, policy: str, count: int) -> Bands:

@@ -249,10 +249,6 @@ def test_rejects_removing_tokens(model, inputs):
             cache.crop(tokens)
     assert not cache.is_croppable
     assert not cache.is_compileable
-    with pytest.raises(NotImplementedError, match="rows"):
-        cache.batch_repeat_interleave(2)
-    with pytest.raises(NotImplementedError, match="rows"):
-        cache.batch_select_indices(torch.tensor([0]))
 
 
 def test_a_cache_and_a_cache_implementation(model, inputs):
