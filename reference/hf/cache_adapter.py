@@ -42,6 +42,7 @@ except ModuleNotFoundError as error:
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.output_capturing import _active_collector as COLLECTED  # the outputs that a model collects now
 
 from ..contract import MethodConfig
 from . import masks
@@ -51,6 +52,14 @@ from .progress import ACTIVATE, NAME, Progress
 
 _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
+_SEVERAL = (
+    "{} attends several times to the keys of one pass, as differential attention does. A cache evicts by one attention "
+    "per layer, so kvtwin's caches do not support this model: use transformers' own cache"
+)
+_NO_WEIGHTS = (
+    "output_attentions=True is not supported: kvtwin's caches store no weights, and evicted tokens have none. Use "
+    "transformers' own cache with model.set_attn_implementation(\"eager\")"
+)
 # Keyword arguments by which some models change the logits. Ignoring them would compute another attention.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
 #: The argument of models and of generate that takes a cache: transformers 5.24 has renamed it.
@@ -80,9 +89,13 @@ def attention(
         if dropout:
             raise NotImplementedError("kvtwin's attention does not support dropout: call model.eval()")
         if kwargs.get("output_attentions"):
-            raise NotImplementedError("kvtwin's attention does not support output_attentions: it stores no weights")
+            raise NotImplementedError(_NO_WEIGHTS)
+        layer = owner()
+        if not layer.pending:
+            again = getattr(module, "layer_idx", None) == layer.number
+            raise NotImplementedError(_SEVERAL.format(type(module).__name__) if again else _SHARING)
         query, key, value = (in_autocast(tensor) for tensor in (query, key, value))
-        return owner().attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
+        return layer.attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
     mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
     if isinstance(mask, Tensor):
         mask = mask.to(query.device)                # for models on several devices, which move tensors but no MaskSpec
@@ -107,6 +120,7 @@ class StateLayer(CacheLayerMixin):
     """The cache of one layer: a State, created with the first tokens. `state` is None before."""
 
     is_sliding = False
+    number = -1                             # of the layer in its model, which the cache sets
 
     def __init__(self, config: MethodConfig, state_class: type[Any], attention_mask: Tensor | None) -> None:
         # The base's __init__ is not called: it sets keys and values, which are properties here.
@@ -191,8 +205,6 @@ class StateLayer(CacheLayerMixin):
         query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask, scaling and position_ids as
         passed to the attention function. ValueError or NotImplementedError as described in `StateCache`.
         """
-        if not self._pending:
-            raise NotImplementedError(_SHARING)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
         compiled = self.is_compileable and torch.compiler.is_compiling()
@@ -352,8 +364,9 @@ class StateCache(Rows):
     "kvtwin", or after an interrupted forward pass until `reset`. ValueError for masks of the wrong length, outside of
     torch.no_grad(), for tokens that transformers passes again, and for padding after the first pass if the State has no
     `append_block`. NotImplementedError for attention that the methods do not define (softcap, sinks, position bias,
-    masks that are not causal, KV sharing between layers, multi-head latent attention, dropout). In compiled or captured
-    graphs, checks of mask elements are assertions on the device (`masks.require`).
+    masks that are not causal, KV sharing between layers, differential and multi-head latent attention, dropout) and for
+    output_attentions. In compiled or captured graphs, checks of mask elements are assertions on the device
+    (`masks.require`).
     """
 
     Config: ClassVar[type[MethodConfig]]
@@ -375,6 +388,9 @@ class StateCache(Rows):
             self._layer(number, mask) if type(layer) is DynamicLayer else layer
             for number, layer in enumerate(DynamicCache(config=config).layers)
         ]
+        for number, layer in enumerate(layers):
+            if isinstance(layer, StateLayer):
+                layer.number = number
         if not any(isinstance(layer, StateLayer) for layer in layers):
             warnings.warn(
                 f"no layer of this {type(config).__name__} has full attention, so nothing will be evicted: "
@@ -393,7 +409,10 @@ class StateCache(Rows):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pass new keys and values to a layer. RuntimeError unless all earlier passes reached all layers."""
+        """Pass new keys and values to a layer. RuntimeError unless all earlier passes reached all layers;
+        NotImplementedError if the model shall return attention weights, which some models do not tell attention."""
+        if not torch.compiler.is_compiling() and any(name.endswith("attentions") for name in COLLECTED.get() or ()):
+            raise NotImplementedError(_NO_WEIGHTS)
         self._progress.enter(layer_idx)
         if self._waits and layer_idx == self._progress.first and not self.layers[layer_idx]._begun:
             self._begin(key_states.shape[2])

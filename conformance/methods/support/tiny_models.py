@@ -45,6 +45,7 @@ _OTHERS: dict[str, tuple[str, str, Any]] = {
     "falcon": ("FalconConfig", "FalconForCausalLM", _SIZES),
     "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
     "doge": ("DogeConfig", "DogeForCausalLM", {**_SIZES, "num_key_value_heads": 2}),
+    "diffllama": ("DiffLlamaConfig", "DiffLlamaForCausalLM", {**_SIZES, "num_key_value_heads": 2}),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
 }
