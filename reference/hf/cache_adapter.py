@@ -46,7 +46,7 @@ from transformers.utils.output_capturing import _active_collector as COLLECTED  
 
 from ..contract import MethodConfig
 from . import masks
-from .cache_adapter_rows import Rows
+from .cache_adapter_recording import Recording, Rewindable
 from .masks import MaskSpec
 from .progress import ACTIVATE, NAME, Progress
 
@@ -131,6 +131,7 @@ class StateLayer(CacheLayerMixin):
         self._made: dict[str, Any] = {}     # the arguments of the state
         self._seen = 0                      # tokens, counted on the host to avoid a synchronization
         self._pending = 0                   # tokens passed to `update` but not yet to attention
+        self.recording: Recording | None = None     # what takes tokens back, if that may be asked for
         # A compiled pass reads these instead of `_seen`, which would be a constant or an argument of its graph.
         self._begun = False                 # whether the layer has seen tokens
         self._covered = False               # whether the constructor's mask has tokens that the layer has not seen
@@ -141,6 +142,11 @@ class StateLayer(CacheLayerMixin):
     def pending(self) -> int:
         """The number of tokens passed to `update` but not yet to attention."""
         return self._pending
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back."""
+        return self.recording is not None
 
     @property
     def rows(self) -> int:
@@ -217,7 +223,11 @@ class StateLayer(CacheLayerMixin):
             masks.refuse_restart(spec, position_ids, self._mask, seen)
             self._covered = self._mask is not None and self._mask.shape[1] > seen + self._pending
         run: Callable[..., Tensor] = self._in_blocks if hasattr(self.state, "append_block") else self._in_steps
-        output = run(query, key, value, spec, occupied, seen)
+        if self.recording is None:
+            output = run(query, key, value, spec, occupied, seen)
+        else:
+            assert seen is not None             # no compiled pass: see `StateCache.update`
+            output = self.recording.run(self, run, (query, key, value), spec, occupied, seen)
         self._pending, self._begun = 0, True
         return output.transpose(1, 2).contiguous()
 
@@ -303,7 +313,8 @@ class StateLayer(CacheLayerMixin):
         covers, and after an interrupted pass.
         """
         covered = self._mask is not None and self._mask.shape[1] > seen
-        return None if seen == 0 or self._on_host() != seen or self._pending or covered else ()
+        unlike = covered or self._pending or self.recording is not None
+        return None if seen == 0 or self._on_host() != seen or unlike else ()
 
     def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | Tensor | None:
         """Whether that pass's token is padding in no row: see `masks.no_padding`."""
@@ -315,12 +326,18 @@ class StateLayer(CacheLayerMixin):
             self.state.reset()
         self._seen = self._pending = 0
         self._begun = self._covered = self._behind = False
-        self._mask = self._given
+        self._mask, self.recording = self._given, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]: beam_idx [B] int64, checked by the cache."""
         if self.state is not None:
             self.state.reorder(beam_idx.to(self.device))
+            self._forget_record()
+
+    def _forget_record(self) -> None:
+        """Other rows than the recorded ones follow."""
+        if self.recording is not None:
+            self.recording = Recording(self.recording.prompt)
 
     def state_of_rows(self, index: Tensor) -> Any:
         """A new state with the rows `index` [N] int64 of this layer's. NotImplementedError for States of others."""
@@ -336,9 +353,16 @@ class StateLayer(CacheLayerMixin):
             rows = self._mask.repeat_interleave(self.rows // len(self._mask), dim=0)
             self._mask = rows.index_select(0, index.to(rows.device))
         self.state, self._made = state, {**self._made, "batch": len(index)}
+        self._forget_record()
+
+    def take_back(self, count: int) -> None:
+        """Forget the last `count` tokens, which were recorded."""
+        assert self.recording is not None
+        self.recording.take_back(self.state, count)
+        self._seen = self._on_host() - count
 
 
-class StateCache(Rows):
+class StateCache(Rewindable):
     """Base class of the caches for `model.generate(**cache.argument)`. A method's cache sets Config and State.
 
     config: model.config. budget: the largest number of tokens per layer and row. compression_ratio, in its place: the
@@ -352,8 +376,8 @@ class StateCache(Rows):
     unpacked.
 
     Layers with full attention evict. Other layers (sliding windows, linear attention) keep transformers' cache; a model
-    without a layer that evicts gets a UserWarning. Greedy decoding, sampling and beam search are supported. Assisted
-    decoding requires a rollback and raises NotImplementedError.
+    without a layer that evicts gets a UserWarning. Greedy decoding, sampling, beam search and assisted decoding
+    are supported; the latter costs a copy of the state in each forward pass.
 
     A State with `append_block` takes every forward pass, be it a prompt, a chunk of it (`prefill_chunk_size`) or a
     second turn on the same cache, and splits it into blocks of block_size. Padding may be anywhere. For any other State
@@ -414,8 +438,11 @@ class StateCache(Rows):
         if not torch.compiler.is_compiling() and any(name.endswith("attentions") for name in COLLECTED.get() or ()):
             raise NotImplementedError(_NO_WEIGHTS)
         self._progress.enter(layer_idx)
+        if self.recording and torch.compiler.is_compiling():
+            raise NotImplementedError("a forward pass whose tokens the cache may take back must not be compiled")
         if self._waits and layer_idx == self._progress.first and not self.layers[layer_idx]._begun:
-            self._begin(key_states.shape[2])
+            recording, tokens = self.layers[layer_idx].recording, key_states.shape[2]
+            self._begin(tokens if recording is None else recording.of_prompt(tokens))
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated
 
@@ -426,7 +453,7 @@ class StateCache(Rows):
         that are replays: `generate` would make a mask for each of them."""
         if not torch.compiler.is_compiling():
             asks = sys._getframe(1).f_back
-            if self in REPLAYED or (asks is not None and asks.f_code is _OF_PROMPTS):
+            if self.recording or self in REPLAYED or (asks is not None and asks.f_code is _OF_PROMPTS):
                 return False
         return all(layer.is_compileable for layer in self.layers)               # PyTorch 2.11 compiles no super()
 
@@ -438,16 +465,11 @@ class StateCache(Rows):
     def _check_progress(self) -> None:
         self._progress.common_length()
 
+    def _no_rollback(self) -> str | None:
+        kept = hasattr(self.State, "_take_rows")
+        return None if kept else f"a {self.State.__name__} that is not kvtwin's takes no token back"
+
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         """Create the cache of layer `number`, which has full attention."""
         return StateLayer(self._config_of(number), self.State, mask)
 
-    def activate_past_recording(self) -> None:
-        """NotImplementedError. Assisted decoding calls this first, to `crop` the cache later."""
-        raise NotImplementedError("evicted tokens cannot be restored: assisted decoding is not supported")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise NotImplementedError(
-                "evicted tokens cannot be restored: crop() is not supported, reset() empties the cache"
-            )

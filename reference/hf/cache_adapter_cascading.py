@@ -53,6 +53,10 @@ class CascadingCache(StateCache):
         """What the layers share, None before the first tokens."""
         return self._cascading.cascade
 
+    def _no_rollback(self) -> str | None:
+        return f"the layers of a {type(self).__name__} have their budgets when the last one has the prompt, and " \
+            "transformers passes candidates with it"
+
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         self._cascading.layers += 1
         made = OfLayer(self._cascading, self._cascading.layers - 1)

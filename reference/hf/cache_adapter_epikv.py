@@ -219,6 +219,10 @@ class HiddenStateCache(StateCache):
         )
         return replace(config, count_prompt=False, max_prompt=tokens)
 
+    def _no_rollback(self) -> str | None:
+        shared = f"EpiKV's policy {self.config.policy!r} scores a token for all layers at once, in a pass of its own"
+        return super()._no_rollback() if self._passes is None else shared
+
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         if self._passes is None:
             return StateLayer(self.config, self.State, mask)

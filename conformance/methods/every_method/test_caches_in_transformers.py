@@ -202,12 +202,3 @@ def test_a_pipeline_generates_the_tokens_of_generate(make: Any, model: Any, toke
         texts, past_key_values=make(model), max_new_tokens=12, do_sample=False, batch_size=2, return_tensors=True
     )
     assert [row[0]["generated_token_ids"][-12:] for row in got] == expected
-
-
-@pytest.mark.parametrize("make", [LongFlowCache, H2OCache])
-def test_assisted_decoding_is_refused(make: Any, model: Any) -> None:
-    with pytest.raises(NotImplementedError, match="assisted decoding is not supported"):
-        generate(
-            model, prompts(5, [0]), 4, past_key_values=make(model.config, budget=40),
-            assistant_model=tiny_models.model("llama"),
-        )
