@@ -8,9 +8,9 @@ normalized keys. Keys are post-RoPE, as in the cache. Tables 2 and 3 compare oth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -354,9 +354,9 @@ class KeyDiffState(BlockState):
         with self._from_pages():
             return super().step(query, key, value)
 
-    def _reorder(self, index: Tensor) -> None:
-        with self._from_pages():
-            super()._reorder(index)
+    def _take(self, source: Any, index: Tensor) -> None:
+        with self._from_pages(), nullcontext() if source is self else source._from_pages():
+            super()._take(source, index)
 
     def _adopt(self, positions: Tensor) -> None:
         with self._from_pages():

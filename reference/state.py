@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class State(Rows, Reorderable):
     """
 
     config: Any                                 # subclasses declare the config's class
+    _of_all_rows: ClassVar[tuple[str, ...]] = ("_seen",)
 
     def __init__(
         self, config: Any, *, slots: int, batch: int, query_heads: int, key_value_heads: int, head_dim: int,

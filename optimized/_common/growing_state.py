@@ -27,6 +27,7 @@ class GrowingState(State):
     #: Appends a token and attends: of its query, key and value, then `_arguments`.
     _step: ClassVar[Operation]
     _rows: ClassVar[tuple[str, ...]] = ("_count", "positions")
+    _of_all_rows: ClassVar[tuple[str, ...]] = (*State._of_all_rows, "_counters", "_prepared")
     #: Of all rows: the tokens seen, and what else a step counts.
     _num_counters: ClassVar[int] = 2
 

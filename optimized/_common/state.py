@@ -41,24 +41,32 @@ class Rows:
 
     #: Tensors [B, ...], tuples of them, objects that exchange their own rows, or None.
     _rows: ClassVar[tuple[str, ...]] = ()
+    #: What all rows share: tensors, and numbers that the host has.
+    _of_all_rows: ClassVar[tuple[str, ...]] = ()
 
-    def _reorder(self, index: Tensor) -> None:
-        """Replace row b by row index[b], in place."""
+    def _take(self, source: Any, index: Tensor) -> None:
+        """See `Reorderable._take_rows`. In place."""
         for name in self._rows:
-            reorder_rows(getattr(self, name), index)
+            take_rows(getattr(self, name), getattr(source, name), index)
+        for name in self._of_all_rows if source is not self else ():
+            held, other = getattr(self, name), getattr(source, name)
+            if isinstance(held, Tensor):
+                held.copy_(other)
+            else:
+                setattr(self, name, other)
 
 
-def reorder_rows(held: Any, index: Tensor) -> None:
-    """Replace row b of what an attribute holds by row index[b], in place. held: see `Rows`."""
+def take_rows(held: Any, source: Any, index: Tensor) -> None:
+    """Replace row b of what an attribute holds by row index[b] of `source`, in place. held, source: see `Rows`."""
     if isinstance(held, Tensor):
-        held.copy_(held.index_select(0, index))
+        held.copy_(source.index_select(0, index))
     elif isinstance(held, tuple):
-        for part in held:
-            reorder_rows(part, index)
+        for part, other in zip(held, source, strict=True):
+            take_rows(part, other, index)
     elif isinstance(held, Reorderable):
-        held.reorder(index)
+        held._take_rows(source, index)
     elif held is not None:
-        held._reorder(index)
+        held._take(source, index)
 
 
 @dataclass
@@ -118,6 +126,7 @@ class State(Rows, Buffers, Changeable, Reorderable):
     """
 
     config: Any                                 # subclasses declare the config's class
+    _of_all_rows: ClassVar[tuple[str, ...]] = ("_prompt_kernel", "_counted", "_behind")
     _prompt_kernel: str | None = None
 
     def __init__(
@@ -167,6 +176,10 @@ class State(Rows, Buffers, Changeable, Reorderable):
     @property
     def _num_rows(self) -> int:
         return self.sizes.batch
+
+    def _take(self, source: Any, index: Tensor) -> None:
+        super()._take(source, index)
+        self._host.may_replay |= source._host.may_replay
 
     @property
     def tokens_seen(self) -> int:

@@ -67,6 +67,7 @@ class CAKEState(State):
     _rows = (
         "key", "value", "positions", "_order", "_rank", "_held", "_free", "_seen", "budgets", "_short",
     )
+    _of_all_rows = (*State._of_all_rows, "_prompt")
 
     def __init__(
         self, config: CAKEConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -111,6 +112,11 @@ class CAKEState(State):
         parts = batch * query_heads * self._splits
         self._partial = self._buffer(parts, head_dim, dtype=torch.float32)
         self._row_maxima, self._weight_sums = (self._buffer(parts, dtype=torch.float32) for _ in range(2))
+
+    def _take(self, source: Any, index: Tensor) -> None:
+        if source.sizes.slots != self.sizes.slots:
+            self._allocate(source.sizes.slots)
+        super()._take(source, index)
 
     def reset(self) -> None:
         """Forget every token. A shared cascade stays as it is."""

@@ -13,7 +13,7 @@ from ...reference.contract.epikv.config import EpiKVConfig
 from ...reference.contract.epikv.scorer import ScorerInputs
 from ...reference.contract.interruption import Reorderable
 from .._common.launch import DTYPES, check_kernel_device
-from .._common.state import Buffers, Changeable, Rows, Seen, reorder_rows
+from .._common.state import Buffers, Changeable, Rows, Seen, take_rows
 from . import _admit_kernel as admit_kernel
 from . import _score_kernels as score_kernels
 from . import _step_kernels as step_kernels
@@ -100,9 +100,10 @@ class EpiKVScorer(Rows, Buffers, Changeable, Reorderable):
     def _num_rows(self) -> int:
         return self.batch
 
-    def _reorder(self, index: Tensor) -> None:
-        super()._reorder(index)
-        reorder_rows(self._ranges.movedim(1, 0), index)
+    def _take(self, source: Any, index: Tensor) -> None:
+        super()._take(source, index)
+        take_rows(self._ranges.movedim(1, 0), source._ranges.movedim(1, 0), index)
+        self._host.may_replay |= source._host.may_replay
 
     # A prompt --------------------------------------------------------------------------------------------------------
 

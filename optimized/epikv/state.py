@@ -169,8 +169,8 @@ class EpiKVState(State):
         self._end_change()
         return output
 
-    def _reorder(self, index: Tensor) -> None:
+    def _take(self, source: Any, index: Tensor) -> None:
         """A shared scorer is left as it is."""
-        super()._reorder(index)
+        super()._take(source, index)
         if not self._shared:
-            self.scorer.reorder(index)
+            self.scorer._take_rows(source.scorer, index)

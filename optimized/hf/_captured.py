@@ -111,6 +111,7 @@ class OfCache:
         self.steps: dict[Hashable, Step | None] = {}
         self.failed: set[Hashable] = set()
         self.seen = -1                              # tokens after the last step, if that was a replay
+        self.row_changes = 0                        # of the cache, when it was looked at
         self._phase: Hashable = None                # of the step after it, by all changes until this one
         self._change: object = None
 
@@ -206,7 +207,8 @@ class Captured:
             given, of_arguments = arguments_of(given, self._signature, seen, device)
             tokens = no_padding(cache.layers[0], mask, given["position_ids"], seen)
             kind = phase, of_arguments
-            if kept.seen != seen or self._known is None or not self._known.unchanged():
+            same = kept.seen == seen and kept.row_changes == cache.row_changes
+            if not same or self._known is None or not self._known.unchanged():
                 self._look_again(cache, kept)
             if not tokens:                      # asked last: until here, the device may have been at work on the answer
                 raise NotReplayable("attention_mask says that a new token is padding")
@@ -237,6 +239,10 @@ class Captured:
             self._unfit = now.unfit(cache.layers[0].device)
         if self._unfit:
             raise NotReplayable(self._unfit)
+        if kept.row_changes != cache.row_changes:       # the kernels of other states may not be compiled yet
+            kept.steps.clear()
+            kept.failed.clear()
+            kept.row_changes = cache.row_changes
         found = parts(cache)
         for kind, step in list(kept.steps.items()):
             if step is not None and not step.fits(found):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,9 +159,9 @@ class KeyDiffState(BlockState):
         with self._in_one_tensor():
             return super().step(query, key, value)
 
-    def _reorder(self, index: Tensor) -> None:
-        with self._in_one_tensor():
-            super()._reorder(index)
+    def _take(self, source: Any, index: Tensor) -> None:
+        with self._in_one_tensor(), nullcontext() if source is self else source._in_one_tensor():
+            super()._take(source, index)
 
     def _tokens(self) -> tuple[Tensor, Tensor, Tensor | None]:
         if self._pages is None or self._key is not None:

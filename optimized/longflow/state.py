@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,7 @@ class LongFlowState(State):
 
     config: LongFlowConfig
     _rows = ("occupied", "positions", "_next_slot", "score", "_sink_end")
+    _of_all_rows = (*State._of_all_rows, "_seen")
 
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -191,10 +194,10 @@ class LongFlowState(State):
         self._end_change()
         return output
 
-    def _reorder(self, index: Tensor) -> None:
+    def _take(self, source: Any, index: Tensor) -> None:
         for which in (0, 1):
-            self._write(which, self._held(which).index_select(0, index))
-        super()._reorder(index)
+            self._write(which, source._held(which).index_select(0, index))
+        super()._take(source, index)
 
     @property
     def _block_table(self) -> Tensor | None:

@@ -11,6 +11,7 @@ The device decides what to transfer, so an exchange can be captured; its launche
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from torch import Tensor
 from ...reference.contract import Sizes
 from ...reference.contract.arguments import capturing
 from .._common.launch import INTERPRETED, on_device_of, padded_head_dim
-from .._common.state import Rows, reorder_rows
+from .._common.state import Rows, take_rows
 from ._offload_kernels import append_kernel, assign_kernel, fetch_kernel, store_kernel
 from ._transfers import transfers_for
 
@@ -192,13 +193,15 @@ class Offload(Rows):
             whole[:, :, since:seen] = pool[:, :, recent:recent + seen - since]
         return found[0], found[1]
 
-    def _reorder(self, index: Tensor) -> None:
-        self.transfers.wait()
-        super()._reorder(index)
-        if self.bank is not None:
+    def _take(self, source: Any, index: Tensor) -> None:
+        source.transfers.wait()
+        if source.bank is not None:
+            self.open()
+        super()._take(source, index)
+        if source.bank is not None:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
-            reorder_rows(self.bank, index.cpu())
+            take_rows(self.bank, source.bank, index.cpu())
 
     def __deepcopy__(self, memo: object) -> Offload:
         raise NotImplementedError(

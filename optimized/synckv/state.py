@@ -8,6 +8,8 @@ on the host. With config.offload, a captured exchange is a branch of the graph: 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from ...reference.contract.ranks import (
 from ...reference.contract.synckv.arguments import resolve_clusters
 from ...reference.contract.synckv.types import HeadClusters, SyncKVConfig
 from .._common.prompts import prompt_selection
-from .._common.state import State, reorder_rows
+from .._common.state import State, take_rows
 from . import _step
 from ._attend_kernels import SEEN
 from ._offload import Offload
@@ -44,6 +46,7 @@ class SyncKVState(State):
 
     config: SyncKVConfig
     _rows = ("_offload", "_key", "_value", "occupied", "_static", "_fixed", "_chosen")
+    _of_all_rows = (*State._of_all_rows, "_counters", "_due", "_steps")
 
     def __init__(
         self, config: SyncKVConfig, head_clusters: HeadClusters | None = None, *, batch: int, query_heads: int,
@@ -338,7 +341,7 @@ class SyncKVState(State):
         """The size in bytes of the bank in the host's memory: 0 without offload, and before the first token."""
         return 0 if self._offload is None else self._offload.host_bytes
 
-    def _reorder(self, index: Tensor) -> None:
-        super()._reorder(index)
+    def _take(self, source: Any, index: Tensor) -> None:
+        super()._take(source, index)
         if self._unites:                                        # otherwise, `_listed` is `_chosen`
-            reorder_rows(self._listed, index)
+            take_rows(self._listed, source._listed, index)

@@ -49,6 +49,7 @@ class ThinKVState(State):
         "cache", "sparsity", "over_budget", "levels", "_thought", "_thoughts", "_segment", "_segment_sizes", "_live",
         "_seen", "_decoded",
     )
+    _of_all_rows = (*State._of_all_rows, "_steps")
 
     def __init__(
         self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,

@@ -53,6 +53,7 @@ class CAKEState(State):
     config: CAKEConfig
     _per_slot: ClassVar[tuple[str, ...]] = ("key", "value", "positions", "_score")
     _per_row: ClassVar[tuple[str, ...]] = ("budgets", "_short")
+    _of_all_rows: ClassVar[tuple[str, ...]] = (*State._of_all_rows, "_prompt")
 
     def __init__(
         self, config: CAKEConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
@@ -126,6 +127,10 @@ class CAKEState(State):
         self.cascade.admit(self, self.layer, preference, occupied)
         self._end_change()
         return output
+
+    def _take(self, source: Any, index: Tensor) -> None:
+        self.sizes = self.sizes._replace(slots=source.sizes.slots)
+        super()._take(source, index)
 
     def evict(self, budget: Tensor) -> None:
         """Keep the best `budget` [B] tokens outside of the window, and set `budgets`. For the cascade, during a prompt.

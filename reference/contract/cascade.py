@@ -89,9 +89,9 @@ class Cascade(Reorderable, ABC):
         return self.batch
 
     @torch.inference_mode(False)
-    def _reorder(self, index: Tensor) -> None:
-        self.log_preferences = self.log_preferences.index_select(0, index)
-        self.budgets = self.budgets.index_select(0, index)
+    def _take(self, source: Any, index: Tensor) -> None:
+        self.log_preferences = source.log_preferences.index_select(0, index)
+        self.budgets = source.budgets.index_select(0, index)
 
     def check(self, layer: int, tokens: int) -> None:
         """Check that `layer` may get a prompt of so many tokens now. ValueError if other layers must come first, or had

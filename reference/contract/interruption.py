@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,11 +59,16 @@ class Reorderable(Interruptible):
     def reorder(self, index: Tensor) -> None:
         """Replace row b by row index[b], as beam search requires. index [B] int64. TypeError or ValueError for other
         indices; RuntimeError if an error interrupted a change."""
-        index = check_reorder(index, self._num_rows, self.device)
+        self._take_rows(self, check_reorder(index, self._num_rows, self.device))
+
+    def _take_rows(self, source: Any, index: Tensor) -> None:
+        """Replace row b by row index[b] of `source`: this object, or one that differs at most in its number of rows.
+        index [B] int64, checked by the caller. RuntimeError if an error interrupted a change of either."""
+        source._check_whole()
         self._start_change("reorder")
-        self._reorder(index)
+        self._take(source, index)
         self._end_change()
 
-    def _reorder(self, index: Tensor) -> None:
-        """`reorder` without its checks."""
+    def _take(self, source: Any, index: Tensor) -> None:
+        """`_take_rows` without its checks."""
         raise NotImplementedError

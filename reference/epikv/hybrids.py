@@ -73,6 +73,7 @@ class Attention(Rows):
     """
 
     _per_row = ("aggregate", "frozen", "thoughts", "thought")
+    _of_all_rows = ("_decoded",)
 
     def __init__(
         self, score: Tensor, tau: int, edges: tuple[float, float] | None, threshold: float, segments_by: str

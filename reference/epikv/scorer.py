@@ -52,6 +52,7 @@ class EpiKVScorer(Rows, Reorderable):
         "_low_before", "_high_before",
     )
     _nested = ("attention",)
+    _of_all_rows = ("_seen", "_kept_prompt")
 
     def __init__(
         self, config: EpiKVConfig, *, batch: int, hidden_size: int, key_value_heads: int, head_dim: int,

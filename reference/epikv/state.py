@@ -162,8 +162,8 @@ class EpiKVState(State):
         weight = softmax(causal_logits(query, key, occupied, scale=self.scale))
         return received(weight.masked_fill(~occupied[:, None, :, None], 0))
 
-    def _reorder(self, index: Tensor) -> None:
+    def _take(self, source: Any, index: Tensor) -> None:
         """A shared scorer is left as it is."""
-        super()._reorder(index)
+        super()._take(source, index)
         if not self._shared:
-            self.scorer.reorder(index)
+            self.scorer._take_rows(source.scorer, index)

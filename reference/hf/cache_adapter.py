@@ -42,16 +42,24 @@ except ModuleNotFoundError as error:
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.output_capturing import _active_collector as COLLECTED  # the outputs that a model collects now
 
 from ..contract import MethodConfig
-from ..contract.arguments import check_reorder
 from . import masks
+from .cache_adapter_recording import Recording, Rewindable
 from .masks import MaskSpec
-from .options import Configured
 from .progress import ACTIVATE, NAME, Progress
 
 _OWNER = "_kvtwin_layer"
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
+_SEVERAL = (
+    "{} attends several times to the keys of one pass, as differential attention does. A cache evicts by one attention "
+    "per layer, so kvtwin's caches do not support this model: use transformers' own cache"
+)
+_NO_WEIGHTS = (
+    "output_attentions=True is not supported: kvtwin's caches store no weights, and evicted tokens have none. Use "
+    "transformers' own cache with model.set_attn_implementation(\"eager\")"
+)
 # Keyword arguments by which some models change the logits. Ignoring them would compute another attention.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
 #: The argument of models and of generate that takes a cache: transformers 5.24 has renamed it.
@@ -81,9 +89,13 @@ def attention(
         if dropout:
             raise NotImplementedError("kvtwin's attention does not support dropout: call model.eval()")
         if kwargs.get("output_attentions"):
-            raise NotImplementedError("kvtwin's attention does not support output_attentions: it stores no weights")
+            raise NotImplementedError(_NO_WEIGHTS)
+        layer = owner()
+        if not layer.pending:
+            again = getattr(module, "layer_idx", None) == layer.number
+            raise NotImplementedError(_SEVERAL.format(type(module).__name__) if again else _SHARING)
         query, key, value = (in_autocast(tensor) for tensor in (query, key, value))
-        return owner().attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
+        return layer.attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
     mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
     if isinstance(mask, Tensor):
         mask = mask.to(query.device)                # for models on several devices, which move tensors but no MaskSpec
@@ -108,15 +120,18 @@ class StateLayer(CacheLayerMixin):
     """The cache of one layer: a State, created with the first tokens. `state` is None before."""
 
     is_sliding = False
+    number = -1                             # of the layer in its model, which the cache sets
 
     def __init__(self, config: MethodConfig, state_class: type[Any], attention_mask: Tensor | None) -> None:
         # The base's __init__ is not called: it sets keys and values, which are properties here.
         self.is_initialized = False
         self.state: Any = None
-        self._config, self._state_class, self._mask = config, state_class, attention_mask
+        self._config, self._state_class = config, state_class
+        self._given = self._mask = attention_mask       # the latter in the rows that the layer has now
         self._made: dict[str, Any] = {}     # the arguments of the state
         self._seen = 0                      # tokens, counted on the host to avoid a synchronization
         self._pending = 0                   # tokens passed to `update` but not yet to attention
+        self.recording: Recording | None = None     # what takes tokens back, if that may be asked for
         # A compiled pass reads these instead of `_seen`, which would be a constant or an argument of its graph.
         self._begun = False                 # whether the layer has seen tokens
         self._covered = False               # whether the constructor's mask has tokens that the layer has not seen
@@ -127,6 +142,11 @@ class StateLayer(CacheLayerMixin):
     def pending(self) -> int:
         """The number of tokens passed to `update` but not yet to attention."""
         return self._pending
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens can be taken back."""
+        return self.recording is not None
 
     @property
     def rows(self) -> int:
@@ -191,8 +211,6 @@ class StateLayer(CacheLayerMixin):
         query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask, scaling and position_ids as
         passed to the attention function. ValueError or NotImplementedError as described in `StateCache`.
         """
-        if not self._pending:
-            raise NotImplementedError(_SHARING)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
         compiled = self.is_compileable and torch.compiler.is_compiling()
@@ -205,7 +223,11 @@ class StateLayer(CacheLayerMixin):
             masks.refuse_restart(spec, position_ids, self._mask, seen)
             self._covered = self._mask is not None and self._mask.shape[1] > seen + self._pending
         run: Callable[..., Tensor] = self._in_blocks if hasattr(self.state, "append_block") else self._in_steps
-        output = run(query, key, value, spec, occupied, seen)
+        if self.recording is None:
+            output = run(query, key, value, spec, occupied, seen)
+        else:
+            assert seen is not None             # no compiled pass: see `StateCache.update`
+            output = self.recording.run(self, run, (query, key, value), spec, occupied, seen)
         self._pending, self._begun = 0, True
         return output.transpose(1, 2).contiguous()
 
@@ -250,11 +272,14 @@ class StateLayer(CacheLayerMixin):
             changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
                        if wanted[name] != self._made[name]]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
-        self.state = self._state_class(replace(self._config, scale=scaling), **sizes)
+        self.state, self._made = self._new_state(**wanted), wanted
+
+    def _new_state(self, scaling: Any, **sizes: Any) -> Any:
+        state = self._state_class(replace(self._config, scale=scaling), **sizes)
         if self.is_compileable and not torch.compiler.is_compiling():
-            for tensor in self.state._tensors():        # otherwise a compiler makes no CUDA graphs of steps
+            for tensor in state._tensors():             # otherwise a compiler makes no CUDA graphs of steps
                 torch._dynamo.mark_static_address(tensor)
-        self._made = wanted
+        return state
 
     def get_seq_length(self) -> int:
         """The number of tokens seen, padding included, from which transformers derives positions. In a compiled pass a
@@ -288,7 +313,8 @@ class StateLayer(CacheLayerMixin):
         covers, and after an interrupted pass.
         """
         covered = self._mask is not None and self._mask.shape[1] > seen
-        return None if seen == 0 or self._on_host() != seen or self._pending or covered else ()
+        unlike = covered or self._pending or self.recording is not None
+        return None if seen == 0 or self._on_host() != seen or unlike else ()
 
     def no_padding(self, mask: object, position_ids: Tensor | None, seen: int) -> bool | Tensor | None:
         """Whether that pass's token is padding in no row: see `masks.no_padding`."""
@@ -300,14 +326,43 @@ class StateLayer(CacheLayerMixin):
             self.state.reset()
         self._seen = self._pending = 0
         self._begun = self._covered = self._behind = False
+        self._mask, self.recording = self._given, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace row b by row beam_idx[b]: beam_idx [B] int64, checked by the cache."""
         if self.state is not None:
             self.state.reorder(beam_idx.to(self.device))
+            self._forget_record()
+
+    def _forget_record(self) -> None:
+        """Other rows than the recorded ones follow."""
+        if self.recording is not None:
+            self.recording = Recording(self.recording.prompt)
+
+    def state_of_rows(self, index: Tensor) -> Any:
+        """A new state with the rows `index` [N] int64 of this layer's. NotImplementedError for States of others."""
+        if not hasattr(self.state, "_take_rows"):
+            raise NotImplementedError(f"a {type(self.state).__name__} that is not kvtwin's keeps its number of rows")
+        state = self._new_state(**{**self._made, "batch": len(index)})
+        state._take_rows(self.state, index.to(self.device))
+        return state
+
+    def adopt(self, state: Any, index: Tensor) -> None:
+        """From here on, use a state with the rows `index` [N] of the present one."""
+        if self._mask is not None:
+            rows = self._mask.repeat_interleave(self.rows // len(self._mask), dim=0)
+            self._mask = rows.index_select(0, index.to(rows.device))
+        self.state, self._made = state, {**self._made, "batch": len(index)}
+        self._forget_record()
+
+    def take_back(self, count: int) -> None:
+        """Forget the last `count` tokens, which were recorded."""
+        assert self.recording is not None
+        self.recording.take_back(self.state, count)
+        self._seen = self._on_host() - count
 
 
-class StateCache(Configured):
+class StateCache(Rewindable):
     """Base class of the caches for `model.generate(**cache.argument)`. A method's cache sets Config and State.
 
     config: model.config. budget: the largest number of tokens per layer and row. compression_ratio, in its place: the
@@ -321,8 +376,8 @@ class StateCache(Configured):
     unpacked.
 
     Layers with full attention evict. Other layers (sliding windows, linear attention) keep transformers' cache; a model
-    without a layer that evicts gets a UserWarning. Greedy decoding, sampling and beam search are supported. Assisted
-    decoding requires a rollback and raises NotImplementedError.
+    without a layer that evicts gets a UserWarning. Greedy decoding, sampling, beam search and assisted decoding
+    are supported; the latter costs a copy of the state in each forward pass.
 
     A State with `append_block` takes every forward pass, be it a prompt, a chunk of it (`prefill_chunk_size`) or a
     second turn on the same cache, and splits it into blocks of block_size. Padding may be anywhere. For any other State
@@ -333,8 +388,9 @@ class StateCache(Configured):
     "kvtwin", or after an interrupted forward pass until `reset`. ValueError for masks of the wrong length, outside of
     torch.no_grad(), for tokens that transformers passes again, and for padding after the first pass if the State has no
     `append_block`. NotImplementedError for attention that the methods do not define (softcap, sinks, position bias,
-    masks that are not causal, KV sharing between layers, multi-head latent attention, dropout). In compiled or captured
-    graphs, checks of mask elements are assertions on the device (`masks.require`).
+    masks that are not causal, KV sharing between layers, differential and multi-head latent attention, dropout) and for
+    output_attentions. In compiled or captured graphs, checks of mask elements are assertions on the device
+    (`masks.require`).
     """
 
     Config: ClassVar[type[MethodConfig]]
@@ -356,6 +412,9 @@ class StateCache(Configured):
             self._layer(number, mask) if type(layer) is DynamicLayer else layer
             for number, layer in enumerate(DynamicCache(config=config).layers)
         ]
+        for number, layer in enumerate(layers):
+            if isinstance(layer, StateLayer):
+                layer.number = number
         if not any(isinstance(layer, StateLayer) for layer in layers):
             warnings.warn(
                 f"no layer of this {type(config).__name__} has full attention, so nothing will be evicted: "
@@ -374,10 +433,16 @@ class StateCache(Configured):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pass new keys and values to a layer. RuntimeError unless all earlier passes reached all layers."""
+        """Pass new keys and values to a layer. RuntimeError unless all earlier passes reached all layers;
+        NotImplementedError if the model shall return attention weights, which some models do not tell attention."""
+        if not torch.compiler.is_compiling() and any(name.endswith("attentions") for name in COLLECTED.get() or ()):
+            raise NotImplementedError(_NO_WEIGHTS)
         self._progress.enter(layer_idx)
+        if self.recording and torch.compiler.is_compiling():
+            raise NotImplementedError("a forward pass whose tokens the cache may take back must not be compiled")
         if self._waits and layer_idx == self._progress.first and not self.layers[layer_idx]._begun:
-            self._begin(key_states.shape[2])
+            recording, tokens = self.layers[layer_idx].recording, key_states.shape[2]
+            self._begin(tokens if recording is None else recording.of_prompt(tokens))
         updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return updated
 
@@ -388,7 +453,7 @@ class StateCache(Configured):
         that are replays: `generate` would make a mask for each of them."""
         if not torch.compiler.is_compiling():
             asks = sys._getframe(1).f_back
-            if self in REPLAYED or (asks is not None and asks.f_code is _OF_PROMPTS):
+            if self.recording or self in REPLAYED or (asks is not None and asks.f_code is _OF_PROMPTS):
                 return False
         return all(layer.is_compileable for layer in self.layers)               # PyTorch 2.11 compiles no super()
 
@@ -397,31 +462,14 @@ class StateCache(Configured):
         layer = self.layers[layer_idx]
         return 0 if isinstance(layer, StateLayer) and layer.uncounted else super().get_query_offset(layer_idx)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype. TypeError or ValueError for any other,
-        before a layer changes."""
-        index = masks.as_rows(beam_idx)
-        used = [layer for layer in self.layers if isinstance(layer, StateLayer) and layer.state is not None]
-        for layer in used[:1]:
-            check_reorder(index.to(layer.device), layer.rows, layer.device, name="beam_idx")
-        super().reorder_cache(index)
+    def _check_progress(self) -> None:
+        self._progress.common_length()
+
+    def _no_rollback(self) -> str | None:
+        kept = hasattr(self.State, "_take_rows")
+        return None if kept else f"a {self.State.__name__} that is not kvtwin's takes no token back"
 
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         """Create the cache of layer `number`, which has full attention."""
         return StateLayer(self._config_of(number), self.State, mask)
 
-    def activate_past_recording(self) -> None:
-        """NotImplementedError. Assisted decoding calls this first, to `crop` the cache later."""
-        raise NotImplementedError("evicted tokens cannot be restored: assisted decoding is not supported")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise NotImplementedError(
-                "evicted tokens cannot be restored: crop() is not supported, reset() empties the cache"
-            )
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise NotImplementedError("the first forward pass fixes the number of rows")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise NotImplementedError("the first forward pass fixes the number of rows")

@@ -53,6 +53,10 @@ class CascadingCache(StateCache):
         """What the layers share, None before the first tokens."""
         return self._cascading.cascade
 
+    def _no_rollback(self) -> str | None:
+        return f"the layers of a {type(self).__name__} have their budgets when the last one has the prompt, and " \
+            "transformers passes candidates with it"
+
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         self._cascading.layers += 1
         made = OfLayer(self._cascading, self._cascading.layers - 1)
@@ -64,8 +68,10 @@ class CascadingCache(StateCache):
         if self.cascade is not None:
             self.cascade.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype."""
-        super().reorder_cache(beam_idx)
-        if self.cascade is not None:
-            self.cascade.reorder(beam_idx.to(self.cascade.device).long())
+    @property
+    def _shared(self) -> Any:
+        return self.cascade
+
+    @property
+    def _makers(self) -> tuple[object, ...]:
+        return (self._cascading,)

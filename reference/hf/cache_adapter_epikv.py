@@ -219,6 +219,10 @@ class HiddenStateCache(StateCache):
         )
         return replace(config, count_prompt=False, max_prompt=tokens)
 
+    def _no_rollback(self) -> str | None:
+        shared = f"EpiKV's policy {self.config.policy!r} scores a token for all layers at once, in a pass of its own"
+        return super()._no_rollback() if self._passes is None else shared
+
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         if self._passes is None:
             return StateLayer(self.config, self.State, mask)
@@ -257,11 +261,13 @@ class HiddenStateCache(StateCache):
             if self._passes.scorer is not None:
                 self._passes.scorer.reset()
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row b by row beam_idx[b]: beam_idx [B] of any integer dtype."""
-        super().reorder_cache(beam_idx)
-        if self._passes is not None and self._passes.scorer is not None:
-            self._passes.scorer.reorder(beam_idx.to(self._passes.scorer.device, torch.int64))
+    @property
+    def _shared(self) -> Any:
+        return None if self._passes is None else self._passes.scorer
+
+    @property
+    def _makers(self) -> tuple[object, ...]:
+        return () if self._passes is None else (self._passes,)
 
 
 def check_bands(layers: object, policy: str, count: int) -> Bands:

@@ -128,6 +128,9 @@ class SyncCache(StateCache):
             if isinstance(layer, StateLayer) and layer.state is not None:
                 layer.state.join()
 
+    def _no_rollback(self) -> str | None:
+        return "offload=True has no second copy of its memory" if self.config.offload else super()._no_rollback()
+
     def _config_of(self, number: int) -> Any:
         config: Any = self.config
         if self._spread:

@@ -127,6 +127,10 @@ class ThoughtCache(StateCache):
         """The thought types [B] int64 for the sparsities [B] of several layers."""
         raise NotImplementedError
 
+    def _no_rollback(self) -> str | None:
+        shared = "ThinKV's thresholds decide for all layers at once, after a forward pass of one token"
+        return super()._no_rollback() if self._window is None else shared
+
     def _layer(self, number: int, mask: Tensor | None) -> StateLayer:
         assert isinstance(self.config, ThinKVConfig)
         return ThoughtLayer(self.config, self.State, mask, number, self._window)

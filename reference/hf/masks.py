@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from ..contract.arguments import capturing, check_tensor
+from ..contract.arguments import capturing
 
 # With prefill_chunk_size on a cache that is not empty, older versions of transformers pass the tokens from 0 on again.
 STARTS_AT_0 = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 21)
@@ -259,11 +259,3 @@ def no_padding(mask: object, position_ids: Tensor | None, own: Tensor | None, se
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != seen + 1:
         return None
     return mask[:, -1].all()
-
-
-def as_rows(beam_idx: object) -> Tensor:
-    """Return the row numbers of beams, [B] of integers, as int64."""
-    index = check_tensor("beam_idx", beam_idx, dims=1, layout="[B]")
-    if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"beam_idx must have an integer dtype, got {index.dtype}")
-    return index.to(torch.int64)

@@ -50,7 +50,7 @@ class Progress:
             self._last = number
             return
         if last is None or number <= last:                                              # a new pass begins
-            self._start = self._common_length()
+            self._start = self.common_length()
         if number in self._counted and self._layers[number].get_seq_length() != self._start:
             raise self._interrupted()
         if number == self._final:
@@ -65,7 +65,7 @@ class Progress:
             if first is not None and last is not None and first is not last:
                 torch._assert_async((first == last).all(), _INTERRUPTED.format(""))
 
-    def _common_length(self) -> int:
+    def common_length(self) -> int:
         """The number of tokens that the layers have seen. Layers without tokens do not count: a model may skip them."""
         lengths = [self._layers[number].get_seq_length() for number in self._counted]
         seen = [length for length in lengths if length]

@@ -47,6 +47,7 @@ class SyncKVState(State):
 
     config: SyncKVConfig
     _per_slot = ("_key", "_value", "occupied", "_static", "_chosen", "_attended")
+    _of_all_rows = (*State._of_all_rows, "_steps", "_since")
 
     def __init__(
         self, config: SyncKVConfig, head_clusters: HeadClusters | None = None, *, batch: int, query_heads: int,

@@ -21,6 +21,7 @@ import copy
 from collections import Counter
 from itertools import count, islice
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -202,8 +203,8 @@ class PagedCache(Reorderable):
     def _num_rows(self) -> int:
         return self.shape[0]
 
-    def _reorder(self, index: Tensor) -> None:
-        self._rows = [copy.deepcopy(self._rows[source]) for source in index.tolist()]
+    def _take(self, source: Any, index: Tensor) -> None:
+        self._rows = [copy.deepcopy(source._rows[row]) for row in index.tolist()]
 
     # Contents --------------------------------------------------------------------------------------------------------
 

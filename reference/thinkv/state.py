@@ -54,6 +54,7 @@ class ThinKVState(State):
     config: ThinKVConfig
     _per_row = ("sparsity", "over_budget", "levels", "_thought", "_thoughts", "_segment")
     _nested = ("cache",)
+    _of_all_rows = (*State._of_all_rows, "_decoded")
 
     def __init__(
         self, config: ThinKVConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,

@@ -60,6 +60,26 @@ def test_one_cache_for_batches_of_other_sizes(make, model, device):
         assert steps.graphs == 1, "graphs of buffers that are gone"
 
 
+@some_caches
+@pytest.mark.parametrize("back", [[0, 3], [1, 0, 2, 2]], ids=["fewer", "as many"])
+def test_rows_are_repeated_and_selected_between_steps(make, back, model, device):
+    """New buffers have graphs of their own. Rows in the same number change in place, and the graph stays."""
+    def run() -> list[Tensor]:
+        cache, tokens = make(model), [[5], [9]]
+        logits = [feed(model, cache, [[3, 1, 4], [2, 7, 1]])]
+        for change in (lambda: None, lambda: cache.batch_repeat_interleave(2),
+                       lambda: cache.batch_select_indices(torch.tensor(back, device=device))):
+            change()
+            rows = cache.layers[0].rows
+            logits += [feed(model, cache, (tokens * 2)[:rows]) for _ in range(4)]
+        return logits
+
+    expected = run()
+    with captured(model) as steps:
+        assert_logits(run(), expected)
+        assert (steps.reasons, steps.replays) == ([], 9 if len(back) == 2 else 10)
+
+
 def plain(make: Make, device: torch.device, inputs: dict[str, Tensor], new: int, **options: Any) -> Tensor:
     """The tokens without `captured`."""
     model = made("qwen3", device)

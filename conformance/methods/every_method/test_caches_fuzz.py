@@ -37,17 +37,17 @@ def test_wrong_arguments_of_a_cache_are_refused_or_harmless(
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_rows_of_beams_must_be_a_tensor_of_integers(pair: Pair, side: str, device: torch.device) -> None:
+def test_numbers_of_rows_must_be_a_tensor_of_integers(pair: Pair, side: str, device: torch.device) -> None:
     """Fractions were once cut off. Whether the cache holds tokens makes no difference."""
     wrong: list[tuple[object, str]] = [
         (None, "NoneType"), ("text", "str"), (0, "int"), ([0, 1], "list"), (torch.tensor([1.6, 0.2]), "torch.float32"),
         (torch.tensor([True, False]), "torch.bool"), (torch.tensor(1), "0 dimensions"),
     ]
     for target in fuzz_caches.targets(pair, side)[1:]:
-        reorder, _, _ = target.make(device)
-        for index, says in wrong:
-            with pytest.raises((TypeError, ValueError), match=f"^beam_idx must .*{says}"):
-                reorder(index)
+        change, _, (name, *_) = target.make(device)
+        for index, says in wrong if name != "repeats" else ():
+            with pytest.raises((TypeError, ValueError), match=f"^{name} must .*{says}"):
+                change(index)
 
 
 @pytest.mark.parametrize(("index", "says"), [

@@ -16,6 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import StaticCache, pipeline
 from transformers.masking_utils import causal_mask_function
 
+from kvtwin.conformance.methods.every_method.test_caches_captured import FIRST
+from kvtwin.conformance.methods.every_method.test_caches_captured import make as make_cache
+from kvtwin.conformance.methods.every_method.test_caches_rows import SIDES
 from kvtwin.conformance.methods.support import tiny_models
 from kvtwin.conformance.methods.support.hf_cases import feed
 from kvtwin.conformance.methods.support.tiny_models import VOCABULARY, generate, prompts
@@ -86,6 +89,30 @@ def test_a_model_that_reads_the_mask_is_refused() -> None:
     model.set_attn_implementation("kvtwin")
     with pytest.raises(NotImplementedError, match=r"reads the attention mask itself \(dtype\)"):
         feed(model, LongFlowCache(model.config, budget=8))
+
+
+def test_differential_attention_is_refused() -> None:
+    """DiffLlama attends to each key twice. No layer shares the keys of another."""
+    model = tiny_models.other("diffllama")
+    model.set_attn_implementation("kvtwin")
+    with pytest.raises(NotImplementedError, match="DiffLlamaAttention attends several times.*differential") as error:
+        feed(model, LongFlowCache(model.config, budget=8))
+    assert "sharing" not in str(error.value)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("name", "family", "implementation"), [
+    *((name, "llama", "kvtwin") for name in FIRST), ("longflow", "llama", "eager"), ("longflow", "gpt2", "kvtwin"),
+])
+def test_attention_weights_are_refused(name: str, family: str, implementation: str, side: str) -> None:
+    """Also where the model does not tell its attention function, and before any token is counted."""
+    model = tiny_models.model(family) if family == "llama" else tiny_models.other(family)
+    model.set_attn_implementation(implementation)
+    cache = make_cache(name, model, SIDES[side])
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"output_attentions=True is not .*evicted.*eager"):
+            feed(model, cache, output_attentions=True)
+    assert cache.get_seq_length() == 0
 
 
 # Stock caches --------------------------------------------------------------------------------------------------------
@@ -175,12 +202,3 @@ def test_a_pipeline_generates_the_tokens_of_generate(make: Any, model: Any, toke
         texts, past_key_values=make(model), max_new_tokens=12, do_sample=False, batch_size=2, return_tensors=True
     )
     assert [row[0]["generated_token_ids"][-12:] for row in got] == expected
-
-
-@pytest.mark.parametrize("make", [LongFlowCache, H2OCache])
-def test_assisted_decoding_is_refused(make: Any, model: Any) -> None:
-    with pytest.raises(NotImplementedError, match="assisted decoding is not supported"):
-        generate(
-            model, prompts(5, [0]), 4, past_key_values=make(model.config, budget=40),
-            assistant_model=tiny_models.model("llama"),
-        )

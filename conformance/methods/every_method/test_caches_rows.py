@@ -1,4 +1,5 @@
-"""Caches that are reset, copied, and whose rows are reordered: what their layers, and what layers share, hold then."""
+"""Caches that are reset, copied, and whose rows are reordered, repeated and selected: what their layers, and what
+layers share, hold then."""
 
 from __future__ import annotations
 
@@ -67,6 +68,65 @@ def test_reordered_rows_are_those_of_reordered_prompts(name, side, device):
         assert integers(cache) == before
         cache.reorder_cache(torch.tensor([1, 0], device=device))
         assert integers(cache) == expected
+
+
+@every_cache
+def test_repeated_and_selected_rows_are_those_of_such_prompts(name, side, device):
+    """Padding shows which row is which. After wrong arguments, the rows are as before."""
+    model, inputs = llama(device), prompts(9, [0, 5], device)
+    cache = make(name, model, SIDES[side])
+    cache.batch_repeat_interleave(2)                            # without tokens, there are no rows
+    fed(cache, model, inputs, 0, 1)
+    for call, wrong, says in (
+        (cache.batch_repeat_interleave, 0, "repeats must be at least 1"),
+        (cache.batch_select_indices, torch.tensor([0, 2], device=device), "indices must name rows 0 to 1"),
+        (cache.batch_select_indices, torch.zeros(0, dtype=torch.int64, device=device), "without empty dimensions"),
+    ):
+        before = integers(cache)
+        with pytest.raises(ValueError, match=says):
+            call(wrong)
+        assert integers(cache) == before
+    cache.batch_repeat_interleave(2)
+    assert integers(cache) == integers(fed(make(name, model, SIDES[side]), model, inputs, 0, 0, 1, 1))
+    cache.batch_select_indices(torch.tensor([3, 1, 0], device=device))
+    cache.batch_select_indices(torch.tensor([2, 0, 1], device=device, dtype=torch.int32))
+    assert integers(cache) == integers(fed(make(name, model, SIDES[side]), model, inputs, 0, 1, 0))
+
+
+@every_cache
+@pytest.mark.parametrize("options", [
+    {"do_sample": True, "num_return_sequences": 3, "top_k": 0, "temperature": 3.0}, {"num_beams": 3},
+], ids=["samples", "beams"])
+def test_continuations_of_one_prefix(name, side, options, device):
+    """The prefix runs once. The tokens are those of a batch in which it runs in each row."""
+    model, inputs, found = llama(device), prompts(9, [0], device), []
+    prefix = {key: tensor[:, :-1] for key, tensor in inputs.items()}
+    for rows in ((0,), (0, 0, 0)):
+        cache = fed(make(name, model, SIDES[side]), model, prefix, *rows)
+        cache.batch_repeat_interleave(3 // len(rows))
+        torch.manual_seed(3)
+        found.append((generate(model, inputs, 4, past_key_values=cache, **options).tolist(), integers(cache)))
+    assert found[0] == found[1]
+    assert options.get("num_beams") or len(set(map(tuple, found[0][0]))) == 3
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_mask_of_the_constructor_follows_its_rows(side, device):
+    """It covers tokens that the cache has not seen yet."""
+    model, inputs = llama(device), prompts(9, [0, 5], device)
+    mask, found = inputs["attention_mask"], []
+    begins = {"input_ids": inputs["input_ids"][:, :6], "attention_mask": mask[:, :6]}
+    for rows in ([0, 1], [1, 1, 0]):
+        cache = SIDES[side].H2OCache(model.config, budget=6, block_size=4, attention_mask=mask[rows])
+        fed(cache, model, begins, *rows)
+        if len(rows) == 2:
+            cache.batch_select_indices(torch.tensor([1, 1, 0], device=device))
+        with torch.no_grad():
+            model(inputs["input_ids"][[1, 1, 0], 6:], past_key_values=cache, position_ids=torch.tensor([[6, 7, 8]]))
+        found.append(integers(cache))
+        cache.reset()
+        fed(cache, model, begins, *rows)                        # the constructor's rows again
+    assert found[0] == found[1]
 
 
 @every_cache

@@ -239,20 +239,16 @@ def test_another_batch_on_a_cache_with_tokens(model):
         model(torch.tensor([[5], [6]]), past_key_values=cache)
 
 
-def test_rejects_removing_tokens(model, inputs):
+def test_rejects_removing_tokens_that_were_not_recorded(model):
     cache = LongFlowCache(model.config, budget=4)
-    with pytest.raises(NotImplementedError, match="assisted"):
-        model.generate(**inputs, past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=4)
+    feed(model, cache)
     cache.crop(0)
-    for tokens in (-1, 3):
-        with pytest.raises(NotImplementedError, match="crop"):
-            cache.crop(tokens)
+    with pytest.raises(NotImplementedError, match="evicted tokens cannot be restored.*activate_past_recording"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="tokens_to_remove must be 0 or negative.*got 3"):
+        cache.crop(3)
     assert not cache.is_croppable
     assert not cache.is_compileable
-    with pytest.raises(NotImplementedError, match="rows"):
-        cache.batch_repeat_interleave(2)
-    with pytest.raises(NotImplementedError, match="rows"):
-        cache.batch_select_indices(torch.tensor([0]))
 
 
 def test_a_cache_and_a_cache_implementation(model, inputs):

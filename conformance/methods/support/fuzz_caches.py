@@ -1,4 +1,4 @@
-"""Targets of `fuzz` in the caches for transformers: their constructors and `reorder_cache`. Needs transformers."""
+"""Targets of `fuzz` in the caches for transformers: constructors, and changes of rows. Needs transformers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "quest": {"max_tokens": 40}, "cake": {"window": 4},
 }
 ROWS = 2
+#: Good arguments of the methods that change rows. A tensor is one of row numbers.
+CHANGES: dict[str, dict[str, Any]] = {
+    "reorder_cache": {"beam_idx": [1, 0]}, "batch_repeat_interleave": {"repeats": 2},
+    "batch_select_indices": {"indices": [1, 0, 1]},
+}
 
 
 @cache
@@ -34,13 +39,16 @@ def _model(device: torch.device) -> Any:
 
 
 def targets(pair: Pair, side: str) -> list[Target]:
-    """The constructor of a method's cache, and `reorder_cache` of a cache with and one without tokens."""
+    """The constructor of a method's cache, and the changes of rows of a cache with and one without tokens."""
     assert pair.state is not None
     name = f"{pair.state.__name__.removesuffix('State')}Cache"
     made = getattr(importlib.import_module(f"kvtwin.{side}.hf"), name)
     return [
         Target(name, partial(_constructor, pair, made)),
-        *(Target(f"{name}.reorder_cache", partial(_reorder, pair, made, used)) for used in (True, False)),
+        *(
+            Target(f"{name}.{change}", partial(_change, pair, made, used, change))
+            for change in CHANGES for used in (True, False)
+        ),
     ]
 
 
@@ -67,9 +75,12 @@ def _constructor(pair: Pair, made: Any, device: torch.device) -> Made:
     return made, None, {**own, **options, "attention_mask": mask, **good}
 
 
-def _reorder(pair: Pair, made: Any, used: bool, device: torch.device) -> Made:
+def _change(pair: Pair, made: Any, used: bool, change: str, device: torch.device) -> Made:
     found = made(**_good(pair, made, device))
     if used:
         with torch.no_grad():
             _model(device)(torch.full((ROWS, 3), 5, device=device), past_key_values=found)
-    return found.reorder_cache, found, {"beam_idx": torch.tensor([1, 0], device=device)}
+    good = CHANGES[change].items()
+    return getattr(found, change), found, {
+        name: torch.tensor(value, device=device) if isinstance(value, list) else value for name, value in good
+    }

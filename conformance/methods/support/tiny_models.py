@@ -45,6 +45,7 @@ _OTHERS: dict[str, tuple[str, str, Any]] = {
     "falcon": ("FalconConfig", "FalconForCausalLM", _SIZES),
     "mpt": ("MptConfig", "MptForCausalLM", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
     "doge": ("DogeConfig", "DogeForCausalLM", {**_SIZES, "num_key_value_heads": 2}),
+    "diffllama": ("DiffLlamaConfig", "DiffLlamaForCausalLM", {**_SIZES, "num_key_value_heads": 2}),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
 }
@@ -63,7 +64,7 @@ def model(
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
         "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "attn_implementation": "sdpa",
     }
-    return _filled(model_class, config_class(**{**sizes, **options})).to(device, dtype)
+    return filled(model_class, config_class(**{**sizes, **options})).to(device, dtype)
 
 
 def other(
@@ -73,10 +74,10 @@ def other(
     config, model_class, sizes = _OTHERS[family]
     tokens = {"vocab_size": VOCABULARY, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
     made = getattr(transformers, config)(**tokens, **sizes)
-    return _filled(getattr(transformers, model_class), made).to(device, dtype)
+    return filled(getattr(transformers, model_class), made).to(device, dtype)
 
 
-def _filled(model_class: Any, config: Any) -> Any:
+def filled(model_class: Any, config: Any) -> Any:
     """A model with weights of a large spread, whose steps `generate` does not compile on a GPU by itself."""
     with torch.random.fork_rng(devices=[]):
         made = model_class(config).eval()

@@ -104,6 +104,7 @@ class BlockState(State):
     _rows: ClassVar[tuple[str, ...]] = (
         "key", "value", "occupied", "positions", "_score", "_token_index", "_valid_seen", "_carried", "_counts",
     )
+    _of_all_rows: ClassVar[tuple[str, ...]] = (*State._of_all_rows, "_seen")
     _rule: ClassVar[str] = "nothing"
     _carries: ClassVar[torch.dtype | None] = None
     _library_attends: bool = False
