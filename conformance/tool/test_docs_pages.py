@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvtwin.conformance import cli, own_methods
 from kvtwin.conformance.lab.docs_source import DOCS
+from kvtwin.conformance.tool import new_packages
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(not DOCS.is_dir(), reason="docs/ is not in the wheel: its examples are there")
@@ -34,42 +30,19 @@ def written(folder: Path) -> None:
             (folder / path[1]).write_text(code, encoding="utf-8")
 
 
-def patched(folder: Path, diff: str) -> None:
-    """Apply a diff whose parts begin with "--- PATH", and have lines to remove, then lines to add."""
-    for part in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]:
-        name, *lines = part.splitlines()
-        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] == sign) for sign in "-+")
-        text = (folder / name).read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{name} has no {old!r}"
-        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package, which Python finds as if it was installed, and the module."""
+    """A folder with the package and the module."""
     made = tmp_path_factory.mktemp("pages")
-    assert cli.main(["new", NAME, str(made / NAME)]) == 0
+    new_packages.write(made, NAME)
     written(made)
     (diff,) = blocks("diff")
-    patched(made, diff)
-    info = made / NAME / f"{NAME}-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0.1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text(f"[{own_methods.GROUP}]\n{NAME} = {NAME}:METHOD\n", encoding="utf-8")
+    new_packages.patch(made, diff)
     return made
 
 
 def verified(folder: Path, *arguments: str) -> tuple[int, str, dict]:
-    """The exit code, what is printed, and the report of ``kvtwin verify``."""
-    path = os.pathsep.join(filter(None, [str(folder / NAME), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtwin", "verify", *arguments, "--device=cpu", "--jobs=1", "--report=report.json",
-         "-k", "paged"],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": path},
-    )  # fmt: skip
-    assert (folder / "report.json").is_file(), done.stdout + done.stderr
-    return done.returncode, done.stdout, json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return new_packages.verify(folder, NAME, *arguments, "-k", "paged")
 
 
 def test_the_package_is_right_and_a_mistake_in_it_is_found(folder):
@@ -86,8 +59,8 @@ def test_the_package_is_right_and_a_mistake_in_it_is_found(folder):
             ("output * value_scale.view(-1, 1, 1)", "output", "accuracy"),
             (".masked_fill(~held, 0)", "", "free_slots"),
         ):
-            assert right.count(old) == 1
-            path.write_text(right.replace(old, new), encoding="utf-8")
+            path.write_text(right, encoding="utf-8")
+            new_packages.replace(path, old, new)
             code, text, report = verified(folder, NAME, "--hypothesis-profile=quick")
             found = report["verdicts"][NAME]
             assert code == 1 and found[wrong]["verdict"] == "wrong" and found[wrong]["follows"] is None, text
