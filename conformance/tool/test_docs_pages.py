@@ -1,4 +1,4 @@
-"""The how-to about kernels over FP8 pages: its package and its module get the verdicts that it promises."""
+"""How-tos that change a package step by step, or add to it: they get the failures and verdicts that they show."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ pytestmark = [
 NAME = "fp8_keys"
 
 
-def blocks(language: str) -> list[str]:
-    text = (DOCS / "how-to" / "paged-fp8-kernel.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = "paged-fp8-kernel.md") -> list[str]:
+    text = (DOCS / "how-to" / page).read_text(encoding="utf-8")
+    return [code for _, code in re.findall(rf"^```({language})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 
 def written(folder: Path) -> None:
@@ -79,3 +79,22 @@ def test_the_module_is_judged_as_the_page_shows(folder):
         assert f"  {line}\n" in text, text
     lacking = shown[2].removeprefix("not provided: ").split(", ")
     assert set(report["coverage"]["longflow"]["not_provided"]) <= set(lacking)
+
+
+def test_each_step_of_a_changed_method_fails_as_the_page_shows(tmp_path):
+    """Of a step that fails, only the test that the page names is run. The last step is a whole verdict."""
+    name, failed = "small_values", 0
+    new_packages.write(tmp_path, name)
+    for code in blocks("diff|text", "change-a-method.md"):
+        if code.startswith("--- "):
+            new_packages.patch(tmp_path, code)
+            continue
+        test = re.match(r"(test_\w+)\[", code)
+        narrow = ["--hypothesis-profile=ci", "-k", test[1]] if test else ["--hypothesis-profile=quick"]
+        status, text, _ = new_packages.verify(tmp_path, name, name, *narrow)
+        assert status == (1 if test else 0), text
+        printed = " ".join(re.sub(r"^[E|\s]*\s", "", text, flags=re.MULTILINE).split())
+        for part in re.split(r"\.\.\.|\n(?=  \w|\w)", code):  # lines with four spaces go on
+            assert " ".join(part.split()) in printed, f"{part!r} is not in:\n{text}"
+        failed += status
+    assert failed == 4

@@ -61,5 +61,6 @@ class KeyNormState(BlockState):
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         new = slice(self.config.capacity, block.end)  # the slots of the block
-        self.score[..., new] = score_tokens(self.key[:, :, new], self.occupied[..., new])
+        vector = self.key[:, :, new]
+        self.score[..., new] = score_tokens(vector, self.occupied[..., new])
         return self.score[..., :block.end], None
