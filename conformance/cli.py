@@ -45,8 +45,8 @@ def methods(arguments: Sequence[str], prog: str) -> int:
     """list the methods and their configuration classes"""
     _parser(prog, methods).parse_args(arguments)
     for pair in discovery.methods():
-        config = next(export for export in pair.exports if export.endswith("Config"))
-        print(f"{pair.name:16}{pair.reference_name}, {pair.optimized_name}: {config}")
+        shown = [export for export in pair.exports if export.endswith("Config")] or pair.exports
+        print(f"{pair.name:16}{pair.reference_name}, {pair.optimized_name}: {', '.join(shown)}")
     return 0
 
 

@@ -3,7 +3,7 @@
 A *pair* is a module with an ``__all__`` in ``kvtwin.reference`` or ``kvtwin.reference.baselines``, and the module of
 the same name under ``kvtwin.optimized``. A *method* is a pair whose ``__all__`` contains a ``*Config``. ``__all__`` is
 read from the syntax tree, so that discovery imports neither torch nor triton. The methods of other packages, which
-own_methods.py finds by their entry points, are pairs too.
+own_methods.py finds by their entry points, are pairs too; one of them may have functions alone.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ class Pair:
 
     @property
     def is_method(self) -> bool:
+        return self.declared is not None or self.has_state
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it has a config and a state, rather than functions alone."""
         return any(export.endswith("Config") for export in self.exports)
 
     @property
@@ -130,6 +135,11 @@ def pairs() -> list[Pair]:
 def methods() -> list[Pair]:
     """The pairs that are methods, kvtwin's and those of other packages."""
     return [pair for pair in pairs() if pair.is_method]
+
+
+def with_state() -> list[Pair]:
+    """The methods that have a state."""
+    return [pair for pair in methods() if pair.has_state]
 
 
 def built_in() -> list[Pair]:

@@ -30,11 +30,12 @@ class Method:
 
     - name: the name of the method and of its entry point, a Python identifier without a leading underscore.
     - reference: the module of the reference, in plain PyTorch. Its ``__all__``, a literal, has one ``*Config``, one
-      ``*State`` and the method's functions, if it has any. It accepts float64.
+      ``*State`` and the method's functions, if it has any; or functions alone. It accepts float64.
     - optimized: the module with the same ``__all__`` and the same signatures.
     - checker: the module with the error bounds, and what else ``kvtwin.conformance.judge.checkers`` lists.
     - configs: "module:function", a function (most, window) that returns a Hypothesis strategy of the config's keyword
       arguments: a budget from 1 to `most`, and all options but `scale`. `window` is the largest observation window.
+      Not needed without a state.
 
     The modules are imported when a test needs them. A wrong declaration raises `MethodError`.
     """
@@ -43,7 +44,7 @@ class Method:
     reference: str
     optimized: str
     checker: str
-    configs: str
+    configs: str = ""
 
 
 class MethodError(ValueError):
@@ -89,25 +90,31 @@ def _declared(entry: EntryPoint, where: str) -> Declared:
         raise _Problem(f"{entry.value} must be a kvtwin.conformance.Method, got {type(method).__name__}")
     for field in fields(method):
         value = getattr(method, field.name)
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not (value or field.name == "configs"):
             raise _Problem(f"{field.name}: expected a string, got {value!r}")
     if not method.name.isidentifier() or method.name.startswith("_"):
         raise _Problem(f"name: expected a Python identifier without a leading underscore, got {method.name!r}")
     if method.name != entry.name:
         raise _Problem(f"name: expected the name of the entry point, got {method.name!r}")
     exports = _read("reference", method.reference, literal_all)
-    for suffix in ("Config", "State"):
+    functions_alone = bool(exports) and not any(str(name).endswith(("Config", "State")) for name in exports)
+    for suffix in () if functions_alone else ("Config", "State"):
         if sum(str(name).endswith(suffix) for name in exports) != 1:
             got = ", ".join(map(str, exports)) or "no names"
             raise _Problem(f"reference: __all__ of {method.reference} needs one *{suffix}, got {got}")
     _source("optimized", method.optimized)
     _source("checker", method.checker)
+    if method.configs or not functions_alone:
+        _check_configs(method)
+    return Declared(method, where, exports, _source("entry point", entry.module).parent)
+
+
+def _check_configs(method: Method) -> None:
     module, colon, function = method.configs.partition(":")
     if not colon or not function.isidentifier():
         raise _Problem(f"configs: expected \"module:function\", got {method.configs!r}")
     if function not in _read("configs", module, _top_level):
         raise _Problem(f"configs: {module} has no {function!r}")
-    return Declared(method, where, exports, _source("entry point", entry.module).parent)
 
 
 def _source(part: str, module: str) -> Path:

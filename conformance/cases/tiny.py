@@ -43,8 +43,8 @@ def groupings(pair: Pair) -> list[dict[str, Any]]:
 
 
 def states() -> list[tuple[Pair, dict[str, Any]]]:
-    """Every method with each of its groupings."""
-    return [(pair, options) for pair in discovery.methods() for options in groupings(pair)]
+    """Every method that has a state, with each of its groupings."""
+    return [(pair, options) for pair in discovery.with_state() for options in groupings(pair)]
 
 
 def public_functions(owner: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:

@@ -138,7 +138,7 @@ def verdict_line(verdicts: Mapping[str, MethodVerdict]) -> str:
     parts = []
     for name in dict.fromkeys(found.verdict for found in verdicts.values()):
         methods = [
-            found.method + ("" if name == RIGHT else f" ({', '.join(found.open)})")
+            found.method + ("" if name == RIGHT else f" ({', '.join(found.open) or 'tests of no property'})")
             for found in verdicts.values() if found.verdict == name
         ]
         parts.append(f"{name}: {', '.join(methods)}")

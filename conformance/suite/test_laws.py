@@ -40,7 +40,7 @@ class Ruled(discovery.Pair):
 
 RULED = [
     Ruled(**vars(pair), options=tuple(options.items()))
-    for pair in discovery.methods() for options in ({}, *checkers.ask(pair.name, "LAWS", ()))
+    for pair in discovery.with_state() for options in ({}, *checkers.ask(pair.name, "LAWS", ()))
 ]
 #: Further options choose other branches of the same kernels, which lockstep draws as well.
 PAIRS = [

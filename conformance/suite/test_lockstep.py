@@ -22,10 +22,10 @@ from kvtwin.conformance.judge.compare import assert_same, assert_within
 
 pytestmark = [pytest.mark.main, pytest.mark.first]
 
-every_method = pytest.mark.parametrize("pair", discovery.methods(), ids=str)
+every_method = pytest.mark.parametrize("pair", discovery.with_state(), ids=str)
 # Methods that store keys and values unchanged.
 LOSSLESS = [
-    pair for pair in discovery.methods()
+    pair for pair in discovery.with_state()
     if not checkers.ask(pair.name, "LOSSY", False)
     and {"key", "value"} <= set(checkers.ask(pair.name, "Adapter", lockstep.Adapter).stored)
 ]
@@ -54,7 +54,7 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
     pytest.param(pair, one, id=f"{pair}-{one}", marks=[
         *([pytest.mark.slow_on_cpu] if one.long else ()), *([pytest.mark.served] if one.served else ()),
     ])
-    for pair in discovery.methods() for one in variants.of(pair.name)
+    for pair in discovery.with_state() for one in variants.of(pair.name)
 ])
 def test_a_variant_keeps_step(pair, variant, twins, device):
     """All that a method can do, each at once: judge/variants.py."""

@@ -1,18 +1,14 @@
-"""The how-to about kernels over FP8 pages: its package and its module get the verdicts that it promises."""
+"""How-tos that change a package step by step, or add to it: they get the failures and verdicts that they show."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from kvtwin.conformance import cli, own_methods
 from kvtwin.conformance.lab.docs_source import DOCS
+from kvtwin.conformance.tool import new_packages
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.skipif(not DOCS.is_dir(), reason="docs/ is not in the wheel: its examples are there")
@@ -20,9 +16,9 @@ pytestmark = [
 NAME = "fp8_keys"
 
 
-def blocks(language: str) -> list[str]:
-    text = (DOCS / "how-to" / "paged-fp8-kernel.md").read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = "paged-fp8-kernel.md") -> list[str]:
+    text = (DOCS / "how-to" / page).read_text(encoding="utf-8")
+    return [code for _, code in re.findall(rf"^```({language})\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 
 def written(folder: Path) -> None:
@@ -34,42 +30,19 @@ def written(folder: Path) -> None:
             (folder / path[1]).write_text(code, encoding="utf-8")
 
 
-def patched(folder: Path, diff: str) -> None:
-    """Apply a diff whose parts begin with "--- PATH", and have lines to remove, then lines to add."""
-    for part in re.split(r"^--- ", diff, flags=re.MULTILINE)[1:]:
-        name, *lines = part.splitlines()
-        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] == sign) for sign in "-+")
-        text = (folder / name).read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{name} has no {old!r}"
-        (folder / name).write_text(text.replace(old, new), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package, which Python finds as if it was installed, and the module."""
+    """A folder with the package and the module."""
     made = tmp_path_factory.mktemp("pages")
-    assert cli.main(["new", NAME, str(made / NAME)]) == 0
+    new_packages.write(made, NAME)
     written(made)
     (diff,) = blocks("diff")
-    patched(made, diff)
-    info = made / NAME / f"{NAME}-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 0.1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text(f"[{own_methods.GROUP}]\n{NAME} = {NAME}:METHOD\n", encoding="utf-8")
+    new_packages.patch(made, diff)
     return made
 
 
 def verified(folder: Path, *arguments: str) -> tuple[int, str, dict]:
-    """The exit code, what is printed, and the report of ``kvtwin verify``."""
-    path = os.pathsep.join(filter(None, [str(folder / NAME), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtwin", "verify", *arguments, "--device=cpu", "--jobs=1", "--report=report.json",
-         "-k", "paged"],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "PYTEST_ADDOPTS": "", "PYTHONPATH": path},
-    )  # fmt: skip
-    assert (folder / "report.json").is_file(), done.stdout + done.stderr
-    return done.returncode, done.stdout, json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return new_packages.verify(folder, NAME, *arguments, "-k", "paged")
 
 
 def test_the_package_is_right_and_a_mistake_in_it_is_found(folder):
@@ -86,8 +59,8 @@ def test_the_package_is_right_and_a_mistake_in_it_is_found(folder):
             ("output * value_scale.view(-1, 1, 1)", "output", "accuracy"),
             (".masked_fill(~held, 0)", "", "free_slots"),
         ):
-            assert right.count(old) == 1
-            path.write_text(right.replace(old, new), encoding="utf-8")
+            path.write_text(right, encoding="utf-8")
+            new_packages.replace(path, old, new)
             code, text, report = verified(folder, NAME, "--hypothesis-profile=quick")
             found = report["verdicts"][NAME]
             assert code == 1 and found[wrong]["verdict"] == "wrong" and found[wrong]["follows"] is None, text
@@ -106,3 +79,22 @@ def test_the_module_is_judged_as_the_page_shows(folder):
         assert f"  {line}\n" in text, text
     lacking = shown[2].removeprefix("not provided: ").split(", ")
     assert set(report["coverage"]["longflow"]["not_provided"]) <= set(lacking)
+
+
+def test_each_step_of_a_changed_method_fails_as_the_page_shows(tmp_path):
+    """Of a step that fails, only the test that the page names is run. The last step is a whole verdict."""
+    name, failed = "small_values", 0
+    new_packages.write(tmp_path, name)
+    for code in blocks("diff|text", "change-a-method.md"):
+        if code.startswith("--- "):
+            new_packages.patch(tmp_path, code)
+            continue
+        test = re.match(r"(test_\w+)\[", code)
+        narrow = ["--hypothesis-profile=ci", "-k", test[1]] if test else ["--hypothesis-profile=quick"]
+        status, text, _ = new_packages.verify(tmp_path, name, name, *narrow)
+        assert status == (1 if test else 0), text
+        printed = " ".join(re.sub(r"^[E|\s]*\s", "", text, flags=re.MULTILINE).split())
+        for part in re.split(r"\.\.\.|\n(?=  \w|\w)", code):  # lines with four spaces go on
+            assert " ".join(part.split()) in printed, f"{part!r} is not in:\n{text}"
+        failed += status
+    assert failed == 4

@@ -35,7 +35,7 @@ def loaded(path: Path) -> ModuleType:
     return module
 
 
-public, readme = (loaded(ROOT / ".ci" / f"{name}.py") for name in ("public_names", "readme"))
+public, walks = (loaded(ROOT / ".ci" / f"{name}.py") for name in ("public_names", "walks"))
 annotate = loaded(ACTION / "annotate.py")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -124,25 +124,36 @@ def test_hooks_before_a_commit_run_what_lint_runs():
     assert hooks == [line for line in commands if not line.startswith("check-jsonschema")]
 
 
-# README.md, run in an empty environment -------------------------------------------------------------------------------
+# README.md and other pages, walked through in an empty environment ----------------------------------------------------
 
 
 def test_the_readme_is_read_step_by_step():
     text = "```sh\na\nb  # exits with 3\n```\n```text\nx\n```\n```python\nc\n```\n\n```text\nd\n```\n" \
-        "```python\ne\n```\nWords.\n```text\nf\n```\n```python\n# g/h.py\n```\n"
-    assert list(readme.steps(text)) == [
+        "```python\ne\n```\nWords.\n```text\nf\n```\n```python\n# g/h.py\n```\n```diff\n--- i\n```\n"
+    assert list(walks.steps(text)) == [
         ("command", "a", 0), ("command", "b  # exits with 3", 3), ("python", "c\n", "d\n"), ("python", "e\n", None),
-        ("file", "g/h.py", "# g/h.py\n"),
+        ("file", "g/h.py", "# g/h.py\n"), ("diff", "--- i\n", None),
     ]
-    assert {kind for kind, *_ in readme.steps((ROOT / "README.md").read_text(encoding="utf-8"))} == {
-        "command", "python", "file",
-    }
+    for name, kinds in (
+        ("readme", {"command", "python", "file"}), ("kernel-engineer", {"command", "python", "file"}),
+        ("library-user", {"command", "python"}), ("author", {"command", "diff"}),
+    ):
+        found: list[str] = []
+        for page, first, last in walks.WALKS[name]:
+            text = walks.part_of((ROOT / page).read_text(encoding="utf-8"), first, last)
+            found += [kind for kind, *_ in walks.steps(text)]
+        assert set(found) == kinds, name
+    with pytest.raises(SystemExit, match="no heading '## b'"):
+        walks.part_of("\n## a\n", "", "## b")
     with pytest.raises(SystemExit, match="a block of yaml is neither"):
-        list(readme.steps("```yaml\n```\n"))
+        list(walks.steps("```yaml\n```\n"))
 
 
 @pytest.mark.parametrize(("text", "says"), [
     ("```sh\ntrue\nfalse  # exits with 1\n```\n```python\nprint(1)\n```\n\n```text\n1\n```\n", None),
+    ("```python\nx = 2\nprint(x)\n```\n```python\nprint(x + 1)\n```\n\n```text\n3\n```\n", None),
+    ("```python\n# a/b.py\nx\n```\n```diff\n--- a/b.py\n-x\n+y\n```\n```sh\ngrep y a/b.py\n```\n", None),
+    ("```python\n# a/b.py\nx\n```\n```diff\n--- a/b.py\n-z\n+y\n```\n", r"a/b.py has 0 times 'z\\n'"),
     ("```sh\nfalse\n```\n", "'false' exits with 1, expected 0"),
     ("```sh\ntrue  # exits with 1\n```\n", "exits with 0, expected 1"),
     ("```python\nprint(1)\n```\n\n```text\n2\n```\n", r"printed '1\\n', not '2\\n'"),
@@ -151,7 +162,7 @@ def test_the_readme_is_read_step_by_step():
 ])  # fmt: skip
 def test_a_step_that_does_something_else_is_an_error(text, says, tmp_path):
     with nullcontext() if says is None else pytest.raises(SystemExit, match=says):
-        readme.walk(text, tmp_path, dict(os.environ))
+        walks.walk("README.md", text, tmp_path, dict(os.environ))
 
 
 # The GitHub Action and the container ----------------------------------------------------------------------------------

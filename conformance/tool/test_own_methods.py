@@ -76,6 +76,14 @@ def test_a_declared_method_is_a_pair(package, undiscovered):
     assert {one.name for one in discovery.methods()} >= {one.name for one in discovery.built_in()}
 
 
+def test_a_method_may_have_functions_alone(package, undiscovered):
+    """It needs no configs then. Tests of states leave it out."""
+    package({"reference.py": "__all__ = ['their_function']"}, configs=None)
+    (pair,) = (pair for pair in discovery.methods() if pair.name == "theirs")
+    assert pair.is_method and not pair.has_state
+    assert pair not in discovery.with_state()
+
+
 def test_its_modules_are_found_by_its_name(package, undiscovered):
     package({
         "reference.py": "__all__ = ['TheirConfig', 'TheirState']", "optimized.py": "SIDE = 'optimized'",
@@ -122,6 +130,7 @@ WRONG = {
     "no literal": ({"files": {"reference.py": "__all__ = f()"}}, "reference: cannot read theirs.reference: ValueError"),
     "no Python": ({"files": {"reference.py": "def"}}, "reference: cannot read theirs.reference: SyntaxError"),
     "configs no Python": ({"files": {"checker.py": "def"}}, "configs: cannot read theirs.checker: SyntaxError"),
+    "no configs of a state": ({"configs": ""}, 'configs: expected "module:function", got'),
     "no state": (
         {"files": {"reference.py": "__all__ = ['AConfig', 'f']"}},
         r"reference: __all__ of theirs.reference needs one \*State, got AConfig, f",
@@ -241,26 +250,36 @@ def test_the_example_is_what_the_command_writes():
     )
 
 
-def test_new_writes_a_package_of_that_name(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("kind", "exports"), [
+    ("evicts", ("SmallKeysConfig", "SmallKeysState")), ("selects", ("SmallKeysConfig", "SmallKeysState")),
+    ("quantizes", ("CodesResult", "SmallKeysConfig", "SmallKeysState")), ("function", ("score",)),
+])
+def test_new_writes_a_package_of_that_name(kind, exports, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["new", "small_keys"]) == 0
+    assert cli.main(["new", "small_keys", *([] if kind == "evicts" else ["--kind", kind])]) == 0
     assert "kvtwin verify small_keys" in capsys.readouterr().out
     folder = tmp_path / "small_keys"
     texts = {path: path.read_text(encoding="utf-8") for path in folder.rglob("*") if path.is_file()}
-    assert not any(new_method.NAME in str(path) or new_method.NAME in text for path, text in texts.items())
+    left = (new_method.NAME, new_method.CLASS, new_method.WHAT, "# insert")
+    assert not any(word in str(path) or word in text for path, text in texts.items() for word in left)
+    assert new_method.KINDS[kind] in texts[folder / "README.md"]
     assert (folder / "small_keys" / "test_small_keys.py").is_file()
     project = tomllib.loads(texts[folder / "pyproject.toml"])
     assert project["project"]["entry-points"][own_methods.GROUP] == {"small_keys": "small_keys:METHOD"}
     names = {"METHOD": None}
     exec(texts[folder / "small_keys" / "__init__.py"], names)
     assert names["METHOD"] == Method(
-        "small_keys", "small_keys.reference", "small_keys.optimized", "small_keys.checker", "small_keys.checker:configs"
+        "small_keys", "small_keys.reference", "small_keys.optimized", "small_keys.checker",
+        "" if kind == "function" else "small_keys.checker:configs",
     )
     for path, text in texts.items():
         if path.suffix == ".py":
             ast.parse(text)
-    assert own_methods.literal_all(folder / "small_keys" / "reference.py") == ("SmallKeysConfig", "SmallKeysState")
-    assert len(tomllib.loads(texts[folder / "small_keys" / "mutants.toml"])["mutant"]) >= 3
+            assert all(len(line) <= 120 for line in text.splitlines()), path
+    assert own_methods.literal_all(folder / "small_keys" / "reference.py") == exports
+    for mutant in tomllib.loads(texts[folder / "small_keys" / "mutants.toml"])["mutant"]:
+        for old, new in mutant["replace"]:
+            assert old != new and texts[folder / mutant["file"]].count(old) == 1, mutant["name"]
 
 
 @pytest.mark.parametrize("name", ["a", "a1", "keep_2_tokens", "KeepTokens", "l2_norm_"])

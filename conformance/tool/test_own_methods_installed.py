@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtwin.conformance import cli, plugin
+from kvtwin.conformance.tool import new_packages
 
 NAME = "small_keys"
 
@@ -133,3 +134,20 @@ def test_its_tests_fail_with_a_mistake(installed, tmp_path):
     assert done.returncode == 1, done.stdout
     assert f"test_{NAME}.py::test_the_tokens_with_the_smallest_keys_are_kept[optimized]" in done.stdout
     assert "[reference]" not in done.stdout
+
+
+@pytest.mark.parametrize(("kind", "old", "new", "wrong"), [
+    ("selects", "descending=True", "descending=False", "decisions"),
+    ("quantizes", "(code + 12582912.0) - 12582912.0", "tl.floor(code)", "state"),
+    ("function", 'tl.where(valid, -norm, float("-inf"))', "-norm", "free_slots"),
+])
+def test_a_method_of_each_kind_is_right_and_a_mistake_in_it_is_found(kind, old, new, wrong, tmp_path):
+    """The tests above are of the kind evicts."""
+    module = new_packages.write(tmp_path, NAME, "--kind", kind) / "optimized.py"
+    code, text, report = new_packages.verify(tmp_path, NAME, NAME, "--hypothesis-profile=quick")
+    assert code == 0 and f"verdict: right: {NAME}" in text, text
+    new_packages.replace(module, old, new)
+    code, text, report = new_packages.verify(tmp_path, NAME, NAME, "--hypothesis-profile=quick")
+    found = report["verdicts"][NAME]
+    assert code == 1 and found[wrong]["verdict"] == "wrong" and found[wrong]["follows"] is None, text
+    assert {name for name, one in found.items() if one["verdict"] == "wrong" and not one["follows"]} == {wrong}

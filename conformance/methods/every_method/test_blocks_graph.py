@@ -22,7 +22,9 @@ from kvtwin.optimized._common.block_cache.state import BlockState
 from kvtwin.optimized._common.launch import on_device_of
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.slow_on_cpu, pytest.mark.whole]
-BLOCKS = [pair for pair in discovery.methods() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)]
+BLOCKS = [
+    pair for pair in discovery.with_state() if issubclass(getattr(pair.optimized, pair.state.__name__), BlockState)
+]
 #: In these tests a graph is worth its capture from LEAST blocks on, and a prompt has TIMES as many blocks as a chunk,
 #: which has CHUNK at most.
 LEAST, CHUNK, TIMES = 4, 2, 2

@@ -128,9 +128,9 @@ def places(count: int) -> list[int]:
 
 
 def cases() -> list[Any]:
-    found = tiny.states() if THOROUGH else [(pair, {}) for pair in discovery.methods()]
+    found = tiny.states() if THOROUGH else [(pair, {}) for pair in discovery.with_state()]
     if THOROUGH:
-        found += [(pair, options) for pair in discovery.methods() for options in OPTIONS.get(pair.name, ())]
+        found += [(pair, options) for pair in discovery.with_state() for options in OPTIONS.get(pair.name, ())]
     return [
         pytest.param(pair, options, side, id=f"{side}-{pair.name}" + "".join(f"-{k}={v}" for k, v in options.items()))
         for pair, options in found for side in ("reference", "optimized")
@@ -156,7 +156,7 @@ def test_every_error_in_a_step_of_a_block_state_is_undone_or_noticed(
 ) -> None:
     """An error at each place of a step. Block states share `step`. KeyDiff evicts in a kernel of its own after the
     shared ones, so an error between them leaves one token too many, and the next step gives another result."""
-    pair = next(one for one in discovery.methods() if one.name == "keydiff")
+    pair = next(one for one in discovery.with_state() if one.name == "keydiff")
     tried, _ = interrupt_all(
         lambda: tiny.new_state(pair, twins.optimized.keydiff, device),
         [("prefill", given("prefill", 1, device)), *(("step", given("step", seed, device)) for seed in (2, 3))],

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.kind("equivalence")
 SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 
 
-@pytest.mark.parametrize("method", discovery.methods(), ids=str)
+@pytest.mark.parametrize("method", discovery.with_state(), ids=str)
 def test_defaults_of_configs_and_functions(method: discovery.Pair) -> None:
     """The checker has them (`DEFAULTS`, `SAME`)."""
     assert method.config is not None

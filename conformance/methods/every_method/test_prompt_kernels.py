@@ -31,7 +31,7 @@ CUDNN_TOKENS = 1400
 CHOOSE_WHEN_MADE = ("streaming_llm",)
 #: Methods that read the softmaxes of a block's queries, which PyTorch's kernels do not return.
 READ_SOFTMAXES = tuple(
-    pair.name for pair in discovery.methods()
+    pair.name for pair in discovery.with_state()
     if pair.state is not None and not getattr(getattr(pair.optimized, pair.state.__name__), "_library_attends", True)
     and pair.name not in CHOOSE_WHEN_MADE
 )
@@ -91,7 +91,7 @@ def assert_same_tokens(pair: discovery.Pair, state: Any, other: Any) -> None:
 
 
 @pytest.mark.slow_on_cpu
-@pytest.mark.parametrize("pair", discovery.methods(), ids=str)
+@pytest.mark.parametrize("pair", discovery.with_state(), ids=str)
 @pytest.mark.parametrize("padding", ["none", "left_padding", "full"])
 def test_a_state_is_the_same_after_pytorchs_kernel_and_kvtwins(pair, padding, device, monkeypatch):
     """Prompts without a mask, with padding before the tokens, and with a mask of ones. What a state keeps does not
@@ -115,7 +115,7 @@ def test_a_state_is_the_same_after_pytorchs_kernel_and_kvtwins(pair, padding, de
 
 
 @pytest.mark.slow_on_cpu
-@pytest.mark.parametrize("pair", discovery.methods(), ids=str)
+@pytest.mark.parametrize("pair", discovery.with_state(), ids=str)
 def test_a_prompt_may_come_late_and_be_overwritten_at_once(pair, device):
     """On a GPU, a method's own work runs beside the attention, on another stream. Here the caller's stream is busy when
     prefill is called, fills the prompt after that, and overwrites it as soon as prefill returns."""
@@ -235,7 +235,7 @@ def test_a_row_without_tokens_has_an_empty_range(device):
 @pytest.mark.parametrize("name", ["random", "streaming_llm"])
 def test_evictions_behind_pytorchs_kernel_wait_for_its_end(name, device, monkeypatch):
     """Whether such a kernel lets the next launch start before earlier ones have ended is not ours to know."""
-    pair = next(pair for pair in discovery.methods() if pair.name == name)
+    pair = next(pair for pair in discovery.with_state() if pair.name == name)
     state, prompt = state_and_prompt(pair, min(LENGTHS[device.type].values()), "none", device)
     events: list[str] = []
     attend_prompt, launch = state._attend_prompt, ops.dependent_launch

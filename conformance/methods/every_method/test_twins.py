@@ -38,7 +38,7 @@ SHARED = re.compile(rf"{re.escape(REFERENCE)}\.(contract(\.[a-z]\w*)*|hf\.(cache
 #: The modules of the methods of other packages: (reference, optimized).
 OTHERS = [(pair.reference_name, pair.optimized_name) for pair in discovery.methods() if pair.declared]
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
-every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
+every_method = pytest.mark.parametrize("twin", discovery.with_state(), ids=str)
 
 
 def test_discovery_finds_what_there_is() -> None:
@@ -94,7 +94,7 @@ def test_configs_and_results_are_defined_once(twin: Pair) -> None:
     shared = [name for name in twin.exports if name.endswith(("Config", "Result"))]
     for name in shared:
         assert getattr(twin.reference, name) is getattr(twin.optimized, name)
-    if twin.is_method:
+    if twin.has_state:
         assert twin.config is not None
         assert twin.config.__dataclass_params__.frozen, f"{twin.config.__name__} is not frozen"
 

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.whole
 #: Of operations: kvtwin's, and the names of other packages' methods.
 NAMESPACES = ("kvtwin", *(pair.name for pair in discovery.methods() if pair.declared))
 every_pair = pytest.mark.parametrize("twin", discovery.pairs(), ids=str)
-every_method = pytest.mark.parametrize("twin", discovery.methods(), ids=str)
+every_method = pytest.mark.parametrize("twin", discovery.with_state(), ids=str)
 every_state = pytest.mark.parametrize(("twin", "options"), states(), ids=str)
 
 

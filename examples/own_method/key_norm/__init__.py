@@ -1,4 +1,4 @@
-"""A cache that keeps the tokens with the smallest key norms, as a method of kvtwin."""
+"""A method for kvtwin: after each block of tokens, a cache keeps the tokens with the smallest key norms."""
 
 from kvtwin.conformance import Method
 

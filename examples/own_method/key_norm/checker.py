@@ -42,22 +42,26 @@ class Model(block_model.Head):
         return set(sorted(positions, reverse=True)[:self.config.recent])
 
 
+def norm_error(key: Tensor, occupied: Tensor) -> Tensor:
+    """|computed - true| of ||k||, for key [B, Hkv, S, D] float64 and occupied [B, Hkv, S]; 0 for other slots.
+
+    The sum of D squares passes through a rounding of the square and at most D - 1 additions: a relative error of
+    gamma(D). Squares below FLUSH may flush to zero. The square root has a relative error of at most 4 u, also where it
+    is approximate.
+    """
+    count = key.shape[-1]
+    total = key.masked_fill(~occupied[..., None], 0).square().sum(-1)
+    high = (total * (1 + gamma(count)) + count * FLUSH).sqrt() * (1 + 4 * UNIT)
+    low = (total * (1 - gamma(count)) - count * FLUSH).clamp_min(0).sqrt() * (1 - 4 * UNIT)
+    return (torch.maximum(high - total.sqrt(), total.sqrt() - low) * SLACK).masked_fill(~occupied, 0)
+
+
 class Adapter(blocks.Adapter):
     """Scores are -||k||, and the ranks."""
 
     def score_error(self, chunk: blocks.Chunk) -> Tensor:
-        """|computed - true|, [B, Hkv, S].
-
-        The sum of D squares passes through a rounding of the square and at most D - 1 additions: a relative error of
-        gamma(D). Squares below FLUSH may flush to zero. The square root has a relative error of at most 4 u, also where
-        it is approximate.
-        """
-        key = chunk.before["key"].masked_fill(~chunk.before["occupied"][..., None], 0)
-        count = key.shape[-1]
-        total = key.square().sum(-1)
-        high = (total * (1 + gamma(count)) + count * FLUSH).sqrt() * (1 + 4 * UNIT)
-        low = (total * (1 - gamma(count)) - count * FLUSH).clamp_min(0).sqrt() * (1 - 4 * UNIT)
-        return torch.maximum(high - total.sqrt(), total.sqrt() - low) * SLACK
+        """|computed - true|, [B, Hkv, S]."""
+        return norm_error(chunk.before["key"], chunk.before["occupied"])
 
     def rank_interval(self, chunk: blocks.Chunk, error: Tensor) -> Interval:
         rank = chunk.before["rank"]

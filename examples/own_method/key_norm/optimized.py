@@ -22,8 +22,8 @@ def score_kernel(
     TILE: tl.constexpr, CHANNELS: tl.constexpr,
 ):
     """The scores of TILE tokens of a KV head. key_*, mask_*: strides. Keys of padding are not read."""
-    row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
-    token, channel = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, CHANNELS)
+    row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    token, channel = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE), tl.arange(0, CHANNELS)
     inside = token < count
     valid = tl.load(occupied + row * mask_row + head * mask_head + token, mask=inside, other=0) != 0
     at = key + row * key_row + head * key_head + token[:, None] * key_slot + channel[None, :]
@@ -33,7 +33,7 @@ def score_kernel(
 
 
 @torch.library.custom_op("key_norm::score", mutates_args=())
-def score(key: Tensor, occupied: Tensor) -> Tensor:
+def score_tokens(key: Tensor, occupied: Tensor) -> Tensor:
     """-||k|| of each token, -inf for padding: key [B, Hkv, Q, D] with contiguous channels, occupied [B, Hkv, Q] bool
     with contiguous tokens. Returns [B, Hkv, Q] float32."""
     rows, heads, count, head_dim = key.shape
@@ -46,7 +46,7 @@ def score(key: Tensor, occupied: Tensor) -> Tensor:
     return result
 
 
-@score.register_fake
+@score_tokens.register_fake
 def _(key: Tensor, occupied: Tensor) -> Tensor:
     return torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
 
@@ -61,5 +61,6 @@ class KeyNormState(BlockState):
 
     def _update(self, block: Block) -> tuple[Tensor | None, Tensor | None]:
         new = slice(self.config.capacity, block.end)  # the slots of the block
-        self.score[..., new] = score(self.key[:, :, new], self.occupied[..., new])
+        vector = self.key[:, :, new]
+        self.score[..., new] = score_tokens(vector, self.occupied[..., new])
         return self.score[..., :block.end], None

@@ -37,7 +37,7 @@ class KeyNormState(BlockState):
     Config = KeyNormConfig
 
     def _observe(self, chunk: Chunk) -> None:
-        norm = self.key.to(self.score.dtype).square().sum(-1).sqrt()                    # [B, Hkv, S]
+        norm = self.key.to(self.score.dtype).square().sum(-1).sqrt()    # [B, Hkv, S]
         self.score.copy_((-norm).masked_fill(~self.occupied, -torch.inf))
 
     def _rank(self) -> tuple[Tensor, Tensor]:
