@@ -163,12 +163,13 @@ class QuestState(GrowingState):
         high, low = self.maximum[row, :, page], self.minimum[row, :, page]        # [B, Hkv, D]
         self.maximum[row, :, page] = torch.where(begins, key, torch.maximum(high, key))
         self.minimum[row, :, page] = torch.where(begins, key, torch.minimum(low, key))
-        score = page_scores(query, self.maximum, self.minimum)                    # [B, Hq, room]
+        used = slice(self._seen // size + 1)                                      # no row has more pages
+        score = page_scores(query, self.maximum[:, :, used], self.minimum[:, :, used])  # [B, Hq, pages]
         if self.config.round_scores:
             score = score.to(self.dtype)
         self.selected = self._select(query, score, page + 1)
-        visible, heads = self._visible(), self.sizes.query_heads
-        keys, values = per_query_head(self.key, heads), per_query_head(self.value, heads)
+        keys, values = (per_query_head(one, self.sizes.query_heads) for one in self._used()[:2])
+        visible = self._visible()[..., :keys.shape[2]]
         weight = attention_weights(query, keys, visible, scale=self.scale)
         return weighted_values(weight, values, visible).to(query.dtype)
 
@@ -178,7 +179,8 @@ class QuestState(GrowingState):
 
     def _visible(self) -> Tensor:
         """The tokens that the last step attended to, [B, Hq, S] bool."""
-        page = torch.arange(self.config.pages_stored, device=self.device)
-        chosen = (self.selected[..., None] == page).any(2)                        # [B, Hq, room]
-        size = min(self.config.page_size, self.sizes.slots)
-        return chosen.repeat_interleave(size, -1)[..., :self.sizes.slots] & self.occupied[:, None]
+        pages, size = self.config.pages_stored, min(self.config.page_size, self.sizes.slots)
+        chosen = torch.zeros(*self.selected.shape[:2], pages + 1, dtype=torch.bool, device=self.device)
+        chosen.scatter_(-1, self.selected.where(self.selected >= 0, pages), True)  # the last is for -1
+        tokens = chosen[..., :pages, None].expand(-1, -1, -1, size).flatten(2)
+        return tokens[..., :self.sizes.slots] & self.occupied[:, None]
