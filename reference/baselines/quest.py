@@ -168,10 +168,14 @@ class QuestState(GrowingState):
         if self.config.round_scores:
             score = score.to(self.dtype)
         self.selected = self._select(query, score, page + 1)
-        keys, values = (per_query_head(one, self.sizes.query_heads) for one in self._used()[:2])
-        visible = self._visible()[..., :keys.shape[2]]
-        weight = attention_weights(query, keys, visible, scale=self.scale)
-        return weighted_values(weight, values, visible).to(query.dtype)
+        pages = self.selected[..., :used.stop, None]                              # ascending, then -1
+        within = torch.arange(min(size, self.sizes.slots), device=self.device)
+        token = (pages * size + within).flatten(2)                                # [B, Hq, n]
+        chosen = (token >= 0) & (token <= self._count[:, None, None])
+        head = torch.arange(self.sizes.query_heads, device=self.device) // self.sizes.group
+        at = row[:, None, None], head[:, None], token.where(chosen, 0)
+        weight = attention_weights(query, self.key[at], chosen, scale=self.scale)
+        return weighted_values(weight, self.value[at], chosen).to(query.dtype)
 
     def _select(self, query: Tensor, score: Tensor, count: Tensor) -> Tensor:
         """The pages of a step, see `select_pages`; rows have `count` [B] pages."""
