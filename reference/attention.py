@@ -7,9 +7,11 @@ The contents of unoccupied slots, NaN included, do not affect any result.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 INF = math.inf
 
@@ -62,18 +64,23 @@ def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Ten
     query [B, Hq, D] or [B, Hq, Q, D]; key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool.
     Returns [B, Hq, S] or [B, Hq, Q, S] in accumulate_dtype.
     """
-    dtype, query_heads = accumulate_dtype(query), query.shape[1]
+    dtype, slots = accumulate_dtype(query), key.shape[2]
     with exact(query):
-        return _logits(query.to(dtype), key.to(dtype), occupied, query_heads, scale)
+        return _logits(query.to(dtype), key.to(dtype), occupied, scale, [slots] * (query.shape[2] * (query.dim() == 4)))
 
 
-def _logits(query: Tensor, key: Tensor, occupied: Tensor, query_heads: int, scale: float) -> Tensor:
-    keys = per_query_head(zero_unoccupied(key, occupied), query_heads)                 # [B, Hq, S, D]
+def _logits(query: Tensor, key: Tensor, occupied: Tensor, scale: float, ends: Sequence[int]) -> Tensor:
+    """`logits`, of query i only before slot ends[i], beyond it -inf."""
+    keys, slots = zero_unoccupied(key, occupied)[:, :, None], key.shape[2]             # [B, Hkv, 1, S, D]
     # No matrix product: it may sum the last slots in another order, and equal keys must get equal logits.
-    queries = query.unbind(2) if query.dim() == 4 else [query]
-    product = torch.stack([scale * (each[:, :, None] * keys).sum(-1) for each in queries], 2)  # [B, Hq, Q, S]
+    grouped = query.unflatten(1, (keys.shape[1], -1))                                  # [B, Hkv, G, D] or with Q
+    queries = zip(grouped.unbind(3), ends, strict=True) if query.dim() == 4 else [(grouped, slots)]
+    product = torch.stack([
+        pad(scale * (each[..., None, :] * keys[..., :end, :]).sum(-1), (0, slots - end), value=-INF)
+        for each, end in queries
+    ], 3).flatten(1, 2)                                                                # [B, Hq, Q, S]
     mask = per_kv_head(occupied)
-    mask = per_query_head(mask, query_heads) if mask.shape[1] > 1 else mask            # [B, 1 or Hq, S]
+    mask = per_query_head(mask, query.shape[1]) if mask.shape[1] > 1 else mask         # [B, 1 or Hq, S]
     product = product.masked_fill(~mask[:, :, None], -INF)
     return product if query.dim() == 4 else product[:, :, 0]
 
@@ -101,10 +108,10 @@ def causal_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float)
 
     query [B, Hq, Q, D], of the last Q tokens; key [B, Hkv, T, D]; occupied [B, T] bool.
     """
-    count, total = query.shape[2], key.shape[2]
-    query_position = torch.arange(total - count, total, device=key.device)
-    future = torch.arange(total, device=key.device) > query_position[:, None]          # [Q, T]
-    return logits(query, key, occupied, scale=scale).masked_fill(future, -INF)
+    dtype, total = accumulate_dtype(query), key.shape[2]
+    with exact(query):
+        ends = range(total - query.shape[2] + 1, total + 1)
+        return _logits(query.to(dtype), key.to(dtype), occupied, scale, ends)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float) -> Tensor:

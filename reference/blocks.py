@@ -236,12 +236,11 @@ class BlockState(State):
         slot = torch.arange(self.sizes.slots, device=self.device).expand(keep.shape)
         first = slot < keep.sum(-1, keepdim=True)
         free, moves = first & ~keep, keep & ~first                                      # as many of each
-        movers = (~moves).to(torch.int8).sort(dim=-1, stable=True).indices              # slots that move come first
-        source = movers.gather(-1, (free.cumsum(-1) - 1).clamp_min(0)).where(free, slot)
+        row, head, to = free.nonzero(as_tuple=True)
+        source = moves.nonzero()[:, 2]                                                  # in the order of `to`
         for name in self._per_slot:
             tensor = getattr(self, name)
-            index = source.view(*source.shape, *[1] * (tensor.dim() - 3)).expand(*source.shape, *tensor.shape[3:])
-            tensor.copy_(tensor.gather(2, index))
+            tensor[row, head, to] = tensor[row, head, source]
         self.occupied.copy_(first)
         self.positions.masked_fill_(~first, -1)
         self.score.masked_fill_(~first, -INF)

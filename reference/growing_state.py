@@ -116,8 +116,15 @@ class GrowingState(State):
 
     def _attend(self, query: Tensor) -> Tensor:
         """The attention of a step, whose token is in its slot already but not counted."""
-        weight = attention_weights(query.to(self._key.dtype), self._key, self.occupied, scale=self.scale)
-        return weighted_values(weight, self._value, self.occupied).to(query.dtype)
+        key, value, occupied = self._used()
+        weight = attention_weights(query.to(key.dtype), key, occupied, scale=self.scale)
+        return weighted_values(weight, value, occupied).to(query.dtype)
+
+    def _used(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Key and value [B, Hkv, n, D] and occupied [B, n] of the slots that a step may read: in n steps, or with a
+        prompt of as many tokens, no row gets more than n."""
+        end = self._seen + 1
+        return self._key[:, :, :end], self._value[:, :, :end], self.positions[:, :end] >= 0
 
     def _grow(self, count: Tensor, seen: int) -> None:
         """Count tokens that are in their slots already: the rows have `count` [B] of them, of `seen` with padding."""

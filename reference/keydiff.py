@@ -103,16 +103,7 @@ def score(
     """
     occupied = check_keys(key, occupied)
     check_options(key, anchor, similarity)
-    keys = occupied_keys(key, occupied)
-    if similarity == "cosine":
-        mu = normalized(direction(keys, occupied, anchor))                              # [B, Hkv, 1, D]
-        similar = -(mu * normalized(keys)).sum(-1)                                      # eq. 8
-    elif similarity == "dot":
-        similar = -(center(keys, occupied, anchor) * keys).sum(-1)                      # Table 3
-    else:
-        scaled, largest = scaled_down(keys - center(keys, occupied, anchor))            # Table 3
-        similar = (largest * length(scaled))[..., 0]
-    return similar.masked_fill(~occupied, -INF)
+    return score_and_rank(key, occupied, anchor, similarity)[0]
 
 
 def pairwise_score(key: Tensor, *, occupied: Tensor | None = None) -> Tensor:
@@ -202,16 +193,30 @@ def _slots_after(kept: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     return occupied, free.where(free < slots, -1)
 
 
+def score_and_rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> tuple[Tensor, Tensor]:
+    """`score` and `rank` of keys, both [B, Hkv, S]. occupied [B, Hkv, S]."""
+    keys = occupied_keys(key, occupied)
+    if similarity == "cosine":
+        unit = normalized(keys)
+        toward = unit.sum(2, keepdim=True) if anchor == "mean_normalized" else direction(keys, occupied, anchor)
+        similar = -(normalized(toward) * unit).sum(-1)                                  # eq. 8
+        return similar.masked_fill(~occupied, -INF), -(toward * unit).sum(-1)           # eq. 10
+    if similarity == "dot":
+        similar = -(center(keys, occupied, anchor) * keys).sum(-1)                      # Table 3
+    else:
+        scaled, largest = scaled_down(keys - center(keys, occupied, anchor))            # Table 3
+        similar = (largest * length(scaled))[..., 0]
+    similar = similar.masked_fill(~occupied, -INF)
+    return similar, similar
+
+
 def rank(key: Tensor, occupied: Tensor, anchor: str, similarity: str) -> Tensor:
     """The order of eviction, lowest rank first: [B, Hkv, S]. The ranks of unoccupied slots are unspecified.
 
     The cosine similarity uses -k^_i . sum_j k^_j (or a positive multiple of another anchor instead of the sum): eq. 8
     without its divisions. They do not change the order and are undefined for a zero anchor, for which all ranks are 0.
     """
-    if similarity != "cosine":
-        return score(key, occupied=occupied, anchor=anchor, similarity=similarity)
-    keys = occupied_keys(key, occupied)
-    return -(direction(keys, occupied, anchor) * normalized(keys)).sum(-1)              # eq. 10
+    return score_and_rank(key, occupied, anchor, similarity)[1]
 
 
 # Keys and anchors ----------------------------------------------------------------------------------------------------
@@ -376,11 +381,8 @@ class KeyDiffState(BlockState):
             write_slots(cache, table, tensor[:, :, :budget])
 
     def _observe(self, chunk: Chunk) -> None:
-        self.score.copy_(score(self.key, occupied=self.occupied, **self._options))
+        found, self._order = score_and_rank(self.key, self.occupied, self.config.anchor, self.config.similarity)
+        self.score.copy_(found)
 
     def _rank(self) -> tuple[Tensor, Tensor]:
-        return rank(self.key, self.occupied, **self._options), self._newest(self.config.recent)
-
-    @property
-    def _options(self) -> dict[str, str]:
-        return {"anchor": self.config.anchor, "similarity": self.config.similarity}
+        return self._order, self._newest(self.config.recent)

@@ -163,14 +163,19 @@ class QuestState(GrowingState):
         high, low = self.maximum[row, :, page], self.minimum[row, :, page]        # [B, Hkv, D]
         self.maximum[row, :, page] = torch.where(begins, key, torch.maximum(high, key))
         self.minimum[row, :, page] = torch.where(begins, key, torch.minimum(low, key))
-        score = page_scores(query, self.maximum, self.minimum)                    # [B, Hq, room]
+        used = slice(self._seen // size + 1)                                      # no row has more pages
+        score = page_scores(query, self.maximum[:, :, used], self.minimum[:, :, used])  # [B, Hq, pages]
         if self.config.round_scores:
             score = score.to(self.dtype)
         self.selected = self._select(query, score, page + 1)
-        visible, heads = self._visible(), self.sizes.query_heads
-        keys, values = per_query_head(self.key, heads), per_query_head(self.value, heads)
-        weight = attention_weights(query, keys, visible, scale=self.scale)
-        return weighted_values(weight, values, visible).to(query.dtype)
+        pages = self.selected[..., :used.stop, None]                              # ascending, then -1
+        within = torch.arange(min(size, self.sizes.slots), device=self.device)
+        token = (pages * size + within).flatten(2)                                # [B, Hq, n]
+        chosen = (token >= 0) & (token <= self._count[:, None, None])
+        head = torch.arange(self.sizes.query_heads, device=self.device) // self.sizes.group
+        at = row[:, None, None], head[:, None], token.where(chosen, 0)
+        weight = attention_weights(query, self.key[at], chosen, scale=self.scale)
+        return weighted_values(weight, self.value[at], chosen).to(query.dtype)
 
     def _select(self, query: Tensor, score: Tensor, count: Tensor) -> Tensor:
         """The pages of a step, see `select_pages`; rows have `count` [B] pages."""
@@ -178,7 +183,8 @@ class QuestState(GrowingState):
 
     def _visible(self) -> Tensor:
         """The tokens that the last step attended to, [B, Hq, S] bool."""
-        page = torch.arange(self.config.pages_stored, device=self.device)
-        chosen = (self.selected[..., None] == page).any(2)                        # [B, Hq, room]
-        size = min(self.config.page_size, self.sizes.slots)
-        return chosen.repeat_interleave(size, -1)[..., :self.sizes.slots] & self.occupied[:, None]
+        pages, size = self.config.pages_stored, min(self.config.page_size, self.sizes.slots)
+        chosen = torch.zeros(*self.selected.shape[:2], pages + 1, dtype=torch.bool, device=self.device)
+        chosen.scatter_(-1, self.selected.where(self.selected >= 0, pages), True)  # the last is for -1
+        tokens = chosen[..., :pages, None].expand(-1, -1, -1, size).flatten(2)
+        return tokens[..., :self.sizes.slots] & self.occupied[:, None]

@@ -155,9 +155,10 @@ class SyncKVState(State):
         self.key[:, :, self._seen], self.value[:, :, self._seen] = key, value
         self.occupied[:, self._seen] = True
         self._attended = self._visible()
-        weight = attention_weights(query, self.key, self._attended, scale=self.scale)
-        output = weighted_values(weight, self.value, self._attended).to(query.dtype)
         self._seen, self._steps = self._seen + 1, self._steps + 1
+        attended, used = self._attended[..., :self._seen], (..., slice(self._seen), slice(None))  # later slots are free
+        weight = attention_weights(query, self.key[used], attended, scale=self.scale)
+        output = weighted_values(weight, self.value[used], attended).to(query.dtype)
         if self._steps % self.config.stride == 0:
             self._anticipate(query)
             self._since = self._seen
@@ -177,12 +178,12 @@ class SyncKVState(State):
 
     def _anticipate(self, query: Tensor) -> None:
         """Select the sets for the next steps by the weights of this one (eq. 5 and 6): query [B, Hq, D]."""
-        config = self.config
-        weight = self._weights(query, self.key, self.occupied)                          # [B, N_r, S]
-        candidates = self.occupied[:, None].expand(weight.shape)
+        config, occupied = self.config, self.occupied[:, :self._seen]
+        weight = self._weights(query, self.key[:, :, :self._seen], occupied)            # [B, N_r, n]
+        candidates = occupied[:, None].expand(weight.shape)
         if config.exclude_static:
             count = min(config.k, self.sizes.slots) - self._static.sum(-1, keepdim=True)
-            best = best_of(weight, candidates & ~self._static, min(config.k, self.sizes.slots))
+            best = best_of(weight, candidates & ~self._static[..., :self._seen], min(config.k, self.sizes.slots))
             rank = torch.arange(best.shape[-1], device=self.device)
             best = best.masked_fill(rank >= count, -1)
         else:

@@ -167,7 +167,7 @@ class PagedCache(Reorderable):
             block = row.table[slot // size]
             block.tokens[slot % size], block.evicted[slot % size] = token, False
         row.starts.setdefault(segment, buffer[0].position)
-        row.buffer = []
+        row.buffer, row.quantized = [], None
 
     def evict(self, tokens: Tensor) -> None:
         """Evict the tokens in the slots `tokens` [B, S] bool; slots without a quantized token are ignored.
@@ -184,6 +184,7 @@ class PagedCache(Reorderable):
                     if token is not None and marked[entry * size + place]:
                         block.tokens[place], block.evicted[place] = None, True
                         del row.tokens[token.position]
+                        row.quantized = None
                 if not any(block.tokens):
                     del row.table[entry]
         self._end_change()
@@ -218,8 +219,9 @@ class PagedCache(Reorderable):
         """An attribute of the live tokens, [B, S] int64, -1 in free slots."""
         numbers = torch.full((self.shape[0], self.config.slots), -1, dtype=torch.int64)
         for b, row in enumerate(self._rows):
-            for token in row.tokens.values():
-                numbers[b, self._slot(row, token)] = getattr(token, attribute)
+            tokens = row.tokens.values()
+            slots = [self._slot(row, token) for token in tokens]
+            numbers[b, slots] = torch.tensor([getattr(token, attribute) for token in tokens], dtype=torch.int64)
         return numbers.to(self.device)
 
     @property
@@ -284,9 +286,9 @@ class PagedCache(Reorderable):
         batch, heads, head_dim = self.shape
         both = torch.zeros(2, batch, heads, self.config.slots, head_dim, device=self.device)
         for b, row in enumerate(self._rows):
-            for token in row.tokens.values():
-                slot = self._slot(row, token)
-                both[0, b, :, slot], both[1, b, :, slot] = token.key, token.value
+            if row.tokens:
+                tokens, vectors = row.in_order(both.dtype)
+                both[:, b, :, [self._slot(row, token) for token in tokens]] = vectors
         return both[0], both[1]
 
     def codes(self) -> PagedCodes:
@@ -401,6 +403,8 @@ def decode_with(
     exact = query.to(key.dtype)
     weight = attention_weights(exact, key, occupied, scale=scale)                  # eq. 1
     output = weighted_values(weight, value, occupied).to(query.dtype)
+    if sparsity_mask is not None and not bool(sparsity_mask.any()):
+        return PagedAttentionResult(output, weight.new_full(weight.shape[:1], torch.nan))
     sparsity = sparsity_of_heads(
         exact, key, occupied, cache.config.sparsity_threshold, scale, cache.config.sparsity_of, heads
     )
@@ -413,9 +417,9 @@ def in_order(cache: PagedCache, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     """The live tokens of each row in order of position: key and value [B, Hkv, n, D], occupied [B, n] bool."""
     batch, heads, head_dim = cache.shape
     most = max(1, *(len(row.tokens) for row in cache._rows))
-    key, value = torch.zeros(2, batch, heads, most, head_dim, dtype=dtype, device=cache.device)
+    both = torch.zeros(2, batch, heads, most, head_dim, dtype=dtype, device=cache.device)
     occupied = torch.zeros(batch, most, dtype=torch.bool, device=cache.device)
     for b, row in enumerate(cache._rows):
-        for place, token in enumerate(row.in_order()):
-            key[b, :, place], value[b, :, place], occupied[b, place] = token.key, token.value, True
-    return key, value, occupied
+        if row.tokens:
+            both[:, b, :, :len(row.tokens)], occupied[b, :len(row.tokens)] = row.in_order(dtype)[1], True
+    return both[0], both[1], occupied

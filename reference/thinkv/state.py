@@ -187,12 +187,16 @@ class ThinKVState(State):
 
     def _evict(self, trajectory_change: Tensor) -> None:
         """Reduce every segment before the current one to its size by definition 3: trajectory_change [B] bool."""
+        live = self.cache.occupied.sum(-1)
+        if not bool((trajectory_change | (live > self.config.budget)).any()):
+            self.over_budget = self._rows(False)
+            return
         segments = self.cache.segments
         number = torch.arange(self.config.segments, device=self.device)
         size = (segments[:, None] == number[:, None]).sum(-1)                           # [B, M]
         plan = anneal(
             size, self.levels, self._thoughts, self._segment, trajectory_change,
-            live=self.cache.occupied.sum(-1), budget=self.config.budget, retention=self.config.retention,
+            live=live, budget=self.config.budget, retention=self.config.retention,
         )
         self.levels, self.over_budget = plan.level, plan.over_budget
         shrinks = plan.size < size

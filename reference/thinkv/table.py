@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ..contract.thinkv.types import Quantized
@@ -45,17 +46,40 @@ class Block:
 @dataclass
 class Row:
     """The cache of one sequence. table: blocks by entry; tokens: live tokens by position; starts: the first position of
-    each segment."""
+    each segment. quantized: the quantized ones of `in_order`, and their keys and values; None after they changed."""
 
     table: dict[int, Block] = field(default_factory=dict)
     tokens: dict[int, Token] = field(default_factory=dict)
     buffer: list[Token] = field(default_factory=list)
     starts: dict[int, int] = field(default_factory=dict)
+    quantized: tuple[list[Token], Tensor] | None = None
 
-    def in_order(self) -> list[Token]:
-        """The live tokens by ascending position."""
-        return [self.tokens[position] for position in sorted(self.tokens)]
+    def in_order(self, dtype: torch.dtype) -> tuple[list[Token], Tensor]:
+        """The live tokens, at least one, by ascending position, and their keys and values [2, Hkv, n, D] in `dtype`."""
+        if self.quantized is None:
+            found = sorted((token for token in self.tokens.values() if token.flushed), key=_position)
+            self.quantized = found, _vectors(found, torch.float32) if found else torch.empty(0)
+        (found, vectors), waiting = self.quantized, sorted(self.buffer, key=_position)
+        if not waiting:
+            return found, vectors.to(dtype)
+        if not found:
+            return waiting, _vectors(waiting, dtype)
+        both, vectors = [*found, *waiting], torch.cat([vectors.to(dtype), _vectors(waiting, dtype)], 2)
+        if found[-1].position > waiting[0].position:
+            order = sorted(range(len(both)), key=lambda place: both[place].position)
+            both, vectors = [both[place] for place in order], vectors[:, :, order]
+        return both, vectors
 
     def flushes(self) -> dict[int, Flush]:
         """The flushes with live tokens, by the id of their scale group."""
         return {token.flushed.group: token.flushed for token in self.tokens.values() if token.flushed}
+
+
+def _position(token: Token) -> int:
+    return token.position
+
+
+def _vectors(tokens: list[Token], dtype: torch.dtype) -> Tensor:
+    """Keys and values, [2, Hkv, n, D]."""
+    both = [torch.stack(one, 1) for one in ([token.key for token in tokens], [token.value for token in tokens])]
+    return torch.stack(both).to(dtype)

@@ -20,7 +20,11 @@ from kvtwin.fixtures.load import load_trace
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
-CASES = ("small", "large", "capped")
+#: Of each fixture.
+CASES = {"traces": ("small", "large", "capped"), "known": ("small", "large")}
+of_each_case = pytest.mark.parametrize(
+    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
+)
 NAMES = ("query", "key", "value")
 
 
@@ -29,12 +33,20 @@ def traces() -> Any:
     return load_trace("capture"), load_trace("cake")
 
 
-def test_every_recorded_case_is_replayed(traces):
-    assert set(traces[1].metadata["cases"]) == set(CASES)
+@pytest.fixture(scope="module")
+def known() -> Any:
+    """The traces of a public model."""
+    return load_trace("known_capture"), load_trace("known_cake")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_recorded_budgets_differ_between_layers_and_fall(case, traces):
+def test_every_recorded_case_is_replayed(traces, known):
+    for which, one in (("traces", traces), ("known", known)):
+        assert set(one[1].metadata["cases"]) == set(CASES[which])
+
+
+@of_each_case
+def test_the_recorded_budgets_differ_between_layers_and_fall(which, case, request):
+    traces = request.getfixturevalue(which)
     about, granted = (traces[1].metadata["cases"][case], traces[1].tensors[f"{case}.budgets"])
     total = (about["config"]["budget"] - about["config"]["window"]) * len(granted)
     prefix = about["prompt"] - about["config"]["window"]
@@ -45,8 +57,13 @@ def test_the_recorded_budgets_differ_between_layers_and_fall(case, traces):
 
 
 def test_cake_follows_the_golden_trace(traces, twins, device):
-    for case in CASES if device.type == "cuda" else CASES[:1]:
+    for case in CASES["traces"] if device.type == "cuda" else CASES["traces"][:1]:
         follow(case, traces, twins, device)
+
+
+def test_cake_follows_its_trace_of_a_public_model(known, twins, device):
+    for case in CASES["known"] if device.type == "cuda" else CASES["known"][:1]:
+        follow(case, known, twins, device)
 
 
 def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:

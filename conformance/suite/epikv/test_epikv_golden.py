@@ -23,7 +23,14 @@ from kvtwin.reference.contract.epikv.config import EpiKVConfig
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
-CASES = ("3.attn_x_hs", "3.epikv", "3.hs_variance", "6.kv_key", "6.lag_kv", "6.segment_entropy", "6.segment_hs")
+#: layer.policy of each fixture.
+CASES = {
+    "traces": ("3.attn_x_hs", "3.epikv", "3.hs_variance", "6.kv_key", "6.lag_kv", "6.segment_entropy", "6.segment_hs"),
+    "known": ("18.attn_x_hs", "18.epikv", "27.lag_kv"),
+}
+of_each_case = pytest.mark.parametrize(
+    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
+)
 FEW = 12                                                                # steps of a case on the CPU
 HYBRIDS = ("3.attn_x_hs", "6.segment_entropy", "6.segment_hs")
 
@@ -33,21 +40,30 @@ def traces() -> Any:
     return load_trace("capture"), load_trace("epikv")
 
 
-def test_every_recorded_case_is_replayed(traces):
-    assert tuple(sorted(traces[1].metadata["cases"])) == CASES
+@pytest.fixture(scope="module")
+def known() -> Any:
+    """The traces of a public model."""
+    return load_trace("known_capture"), load_trace("known_epikv")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_case_evicts(case, traces):
+def test_every_recorded_case_is_replayed(traces, known):
+    for which, one in (("traces", traces), ("known", known)):
+        assert tuple(sorted(one[1].metadata["cases"])) == CASES[which]
+
+
+@of_each_case
+def test_every_case_evicts(which, case, request):
+    traces = request.getfixturevalue(which)
     held = traces[1].tensors[f"{case}.held"]
     assert int(held[-1].max()) == PROMPT + len(held) - 2
     assert int((held[-1] >= 0).sum()) < len(held)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_recorded_choices_are_beyond_rounding(case, traces):
+@of_each_case
+def test_recorded_choices_are_beyond_rounding(which, case, request):
     """Margins exceed the errors of float64 on any machine. The exceptions are ties that no rounding can break: those of
     a row's first two tokens, whose z-scores are fixed, and the infinite scores of a first chunk."""
+    traces = request.getfixturevalue(which)
     about = traces[1].metadata["cases"][case]
     held, margin = (traces[1].tensors[f"{case}.{name}"] for name in ("held", "margin"))
     firsts = (held[1:] == 0).any(1) & (held[1:] == 1).any(1)
@@ -74,10 +90,11 @@ def test_recorded_thoughts_are_beyond_rounding_and_of_every_type(case, by, risin
     assert thought[:FEW].unique().tolist() == [0, 1, 2], "the CPU's steps must have all thought types"
 
 
-@pytest.mark.parametrize("case", HYBRIDS)
-def test_hybrid_choices_depend_on_attention(case, traces):
+@pytest.mark.parametrize(("which", "case"), [*(("traces", case) for case in HYBRIDS), ("known", "18.attn_x_hs")])
+def test_hybrid_choices_depend_on_attention(which, case, request):
     """With the same budget, window and hidden states, the policy "epikv", which ignores attention, keeps other
     tokens."""
+    traces = request.getfixturevalue(which)
     about = traces[1].metadata["cases"][case]
     alone = {**about["config"], "policy": "epikv", "edges": None, "segments_by": "sparsity"}
     given = record_epikv.inputs(traces[0], {**about, "config": alone}, torch.float64, "cpu")
@@ -89,6 +106,11 @@ def test_hybrid_choices_depend_on_attention(case, traces):
 def test_epikv_follows_the_golden_trace(traces, twins, device, monkeypatch):
     for case in ("3.epikv", "6.lag_kv", *(("3.hs_variance", "6.kv_key") if device.type == "cuda" else ())):
         follow(case, traces, twins, device, monkeypatch)
+
+
+def test_epikv_follows_its_trace_of_a_public_model(known, twins, device, monkeypatch):
+    for case in CASES["known"]:
+        follow(case, known, twins, device, monkeypatch)
 
 
 @pytest.mark.parametrize("case", HYBRIDS)

@@ -18,12 +18,18 @@ from kvtwin.fixtures.load import load_trace
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
-CASES = ("3.64", "3.128", "6.64", "6.128")  # layer.budget
+CASES, KNOWN = ("3.64", "3.128", "6.64", "6.128"), ("18.64", "1.64", "27.64")  # layer.budget, of a public model too
 
 
 @pytest.fixture(scope="module")
 def traces():
     return load_trace("capture"), load_trace("longflow")
+
+
+@pytest.fixture(scope="module")
+def known():
+    """The traces of a public model."""
+    return load_trace("known_capture"), load_trace("known_longflow")
 
 
 def inputs(case, traces, device, dtype):
@@ -38,16 +44,27 @@ def inputs(case, traces, device, dtype):
     }
 
 
-def test_every_recorded_case_is_replayed(traces):
+def test_every_recorded_case_is_replayed(traces, known):
     assert set(traces[1].metadata["cases"]) == set(CASES)
+    assert set(known[1].metadata["cases"]) == set(KNOWN)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_longflow_follows_the_golden_trace(case, traces, twins, device):
+    follow_trace(case, traces, twins, device, golden_steps() if case == CASES[0] else golden_steps() // 6)
+
+
+def test_longflow_follows_its_trace_of_a_public_model(known, twins, device):
+    for case in KNOWN if device.type == "cuda" else KNOWN[:1]:
+        follow_trace(case, known, twins, device, golden_steps() // 2)
+
+
+def follow_trace(case, traces, twins, device, most):
+    """most: the steps that the CPU replays."""
     golden = traces[1]
     prompt, steps = golden.metadata["prompt"], golden.metadata["steps"]
     if device.type == "cpu":
-        steps = min(steps, golden_steps() if case == CASES[0] else golden_steps() // 6)
+        steps = min(steps, most)
     tensors, sizes = inputs(case, traces, torch.device("cpu"), torch.bfloat16)
     kept, evicted = (golden.tensors[f"{case}.{name}"] for name in ("kept", "evicted"))
     config = golden.metadata["cases"][case]["config"]

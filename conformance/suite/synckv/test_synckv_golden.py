@@ -22,12 +22,22 @@ from kvtwin.reference.synckv import SyncKVConfig
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
-CASES = ("3.8", "3.32", "6.24")  # layer.k
+#: layer.k of each fixture.
+CASES = {"traces": ("3.8", "3.32", "6.24"), "known": ("18.8", "27.32")}
+of_each_case = pytest.mark.parametrize(
+    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
+)
 
 
 @pytest.fixture(scope="module")
 def traces() -> Any:
     return load_trace("capture"), load_trace("synckv")
+
+
+@pytest.fixture(scope="module")
+def known() -> Any:
+    """The traces of a public model."""
+    return load_trace("known_capture"), load_trace("known_synckv")
 
 
 def started(module: Any, case: str, traces: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -38,13 +48,15 @@ def started(module: Any, case: str, traces: Any, device: torch.device, dtype: to
     return module.SyncKVState(SyncKVConfig(**about["config"]), clusters, **block_traces.sizes(tensors)), tensors
 
 
-def test_every_recorded_case_is_replayed(traces):
-    assert set(traces[1].metadata["cases"]) == set(CASES)
+def test_every_recorded_case_is_replayed(traces, known):
+    for which, one in (("traces", traces), ("known", known)):
+        assert set(one[1].metadata["cases"]) == set(CASES[which])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_recorded_sets_change(case, traces):
+@of_each_case
+def test_recorded_sets_change(which, case, request):
     """There is more than one cluster, and successive sets differ in part."""
+    traces = request.getfixturevalue(which)
     about = traces[1].metadata["cases"][case]
     assert sorted(set(about["labels"])) == [0, 1]
     chosen = traces[1].tensors[f"{case}.chosen"]
@@ -53,23 +65,29 @@ def test_recorded_sets_change(case, traces):
     assert 0.3 < float(kept.mean()) < 1
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_clusters_equal_the_recorded_ones(case, traces, twins, device):
-    golden = traces[1]
+@of_each_case
+def test_clusters_equal_the_recorded_ones(which, case, request, twins, device):
+    golden = request.getfixturevalue(which)[1]
     about = golden.metadata["cases"][case]
     found = twins.optimized.synckv.cluster_heads(golden.tensors[f"{case}.similarity"].to(device), 2)
     assert found == record_synckv.clusters_of(about)
 
 
 def test_synckv_follows_the_golden_trace(traces, twins, device):
-    for case in CASES if device.type == "cuda" else CASES[:1]:
+    for case in CASES["traces"] if device.type == "cuda" else CASES["traces"][:1]:
         follow(case, traces, twins, device)
+
+
+def test_synckv_follows_its_trace_of_a_public_model(known, twins, device):
+    for case in CASES["known"] if device.type == "cuda" else CASES["known"][:1]:
+        follow(case, known, twins, device)
 
 
 def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
     golden = traces[1]
     about = golden.metadata["cases"][case]
-    recorded = {name: golden.tensors[f"{case}.{name}"].to(device) for name in ("static", "chosen", "output")}
+    recorded = {name: golden.tensors[f"{case}.{name}"].to(device) for name in ("static", "chosen")}
+    outputs = golden.tensors.get(f"{case}.output")
     prompt, stride = about["prompt"], about["config"]["stride"]
     tested, tensors = started(twins.optimized.synckv, case, traces, device, torch.bfloat16)
     exact, _ = started(twins.reference.synckv, case, traces, device, torch.float64)
@@ -85,8 +103,9 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
             output = both.step(*(tensor[:, :, prompt + step] for tensor in tensors))
             if (step + 1) % stride or not as_recorded:
                 continue
-            truth = recorded["output"][step // stride][None]
-            assert_within(output, truth, adapter.bound, what=f"output of step {step}")
+            if outputs is not None:
+                truth = outputs[step // stride][None].to(device)
+                assert_within(output, truth, adapter.bound, what=f"output of step {step}")
             followed += 1
     choices = about["steps"] // stride
     assert 2 * followed >= choices, f"only {followed} of {choices} anticipations agree with the record"

@@ -27,12 +27,23 @@ from kvtwin.reference.thinkv.thoughts import attention_sparsity, classify
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main, pytest.mark.first]
 
-CASES = ("3.16", "3.20", "3.48", "6.64")  # layer.budget; the first two have one KV head, the second quantizes nothing
+#: layer.budget of each fixture. The first two have one KV head, the second quantizes nothing; so has the first of a
+#: public model.
+CASES = {"traces": ("3.16", "3.20", "3.48", "6.64"), "known": ("18.16", "27.48")}
+of_each_case = pytest.mark.parametrize(
+    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
+)
 
 
 @pytest.fixture(scope="module")
 def traces() -> Any:
     return load_trace("capture"), load_trace("thinkv")
+
+
+@pytest.fixture(scope="module")
+def known() -> Any:
+    """The traces of a public model."""
+    return load_trace("known_capture"), load_trace("known_thinkv")
 
 
 def started(module: Any, case: str, traces: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -42,13 +53,15 @@ def started(module: Any, case: str, traces: Any, device: torch.device, dtype: to
     return module.ThinKVState(ThinKVConfig(**about["config"]), **block_traces.sizes(tensors)), tensors
 
 
-def test_every_recorded_case_is_replayed(traces):
-    assert set(traces[1].metadata["cases"]) == set(CASES)
+def test_every_recorded_case_is_replayed(traces, known):
+    for which, one in (("traces", traces), ("known", known)):
+        assert set(one[1].metadata["cases"]) == set(CASES[which])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_case_has_every_thought(case, traces):
+@of_each_case
+def test_every_case_has_every_thought(which, case, request):
     """All thought types occur, and they agree with the sparsities."""
+    traces = request.getfixturevalue(which)
     about = traces[1].metadata["cases"][case]
     shares, thoughts = (traces[1].tensors[f"{case}.{name}"] for name in ("sparsity", "thought"))
     assert set(thoughts.tolist()) == set(Thought)
@@ -61,14 +74,20 @@ def test_every_case_has_every_thought(case, traces):
 
 
 def test_thinkv_follows_the_golden_trace(traces, twins, device):
-    for case in draws.of_run(CASES, 2) if device.type == "cuda" else CASES[:2]:
+    for case in draws.of_run(CASES["traces"], 2) if device.type == "cuda" else CASES["traces"][:2]:
         follow(case, traces, twins, device)
+
+
+def test_thinkv_follows_its_trace_of_a_public_model(known, twins, device):
+    for case in CASES["known"] if device.type == "cuda" else CASES["known"][:1]:
+        follow(case, known, twins, device)
 
 
 def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
     golden = traces[1]
     about = golden.metadata["cases"][case]
-    recorded = {name: golden.tensors[f"{case}.{name}"] for name in ("thought", "held", "output")}
+    recorded = {name: golden.tensors[f"{case}.{name}"] for name in ("thought", "held")}
+    outputs = golden.tensors.get(f"{case}.output")
     prompt, tau = about["prompt"], about["config"]["tau"]
     tested, tensors = started(twins.optimized.thinkv, case, traces, device, torch.bfloat16)
     exact, _ = started(twins.reference.thinkv, case, traces, device, torch.float64)
@@ -87,10 +106,10 @@ def follow(case: str, traces: Any, twins: Any, device: torch.device) -> None:
                 continue
             thinkv_paging.assert_same_tables(tested.cache, exact.cache, what=f"at the end of window {window}: ")
             thinkv_paging.assert_same_contents(tested.cache, exact.cache, what=f"at the end of window {window}: ")
-            if as_recorded:
-                truth = recorded["output"][window].to(device)[None]
+            if as_recorded and outputs is not None:
+                truth = outputs[window].to(device)[None]
                 assert_within(output, truth, adapter.bound, what=f"output at the end of window {window}")
-                followed += 1
+            followed += as_recorded
             as_recorded &= same_tokens(exact, recorded["held"][window + 1])
     windows = len(recorded["thought"])
     assert 2 * followed >= windows, f"only {followed} of {windows} windows agree with the record"
