@@ -26,8 +26,9 @@ from ..cases.state_trace import StateTrace
 from . import checkers, pieces
 from .subjects import StateSubject, Subject
 
-#: Query heads, KV heads and head_dim of Qwen3-8B and Llama-3.1-8B, GPT-OSS, Qwen3-0.6B to 1.7B, Qwen3-14B and Gemma-2B.
-MODELS = ((32, 8, 128), (64, 8, 64), (16, 8, 128), (40, 8, 128), (8, 1, 256))
+#: Query heads, KV heads and head_dim of Qwen3-8B and Llama-3.1-8B, GPT-OSS, Qwen3-0.6B to 1.7B, Qwen3-14B, Gemma-2B and
+#: SmolLM2-135M.
+MODELS = ((32, 8, 128), (64, 8, 64), (16, 8, 128), (40, 8, 128), (8, 1, 256), (9, 3, 64))
 #: Rows, and slots or tokens; every other case has one more of these, after the last whole tile.
 SIZES = ((64, 3200), (256, 1024), (8, 32768), (1, 131072))
 DTYPES = (torch.bfloat16, torch.float16)
@@ -104,7 +105,8 @@ def _sizes(
     for number in range(count):
         batch, slots = sizes[number % len(sizes)]
         model, dtype = both[(start + number) % len(both)]
-        more = _declared_size(batch, slots + beyond * ((start + number) % 2), subject.longest)
+        odd = (start // count + number + number // len(sizes)) % 2  # each size in both ways, of accuracy and decisions
+        more = _declared_size(batch, slots + beyond * odd, subject.longest)
         made.append((model, more or (batch, slots), dtype))
     return made
 

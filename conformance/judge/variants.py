@@ -87,6 +87,9 @@ GENERIC = (
     variant("padding-anywhere-and-strides", padding="random", poison="stale", layout=MIXED),
     variant("no-prompt", prompt=0, steps=14),
     variant("five-heads-in-groups-of-three", **ONE | {"key_value_heads": 5, "group": 3}, prompt=9, steps=4),
+    # As of SmolLM2-135M.
+    variant("three-wide-heads-in-groups-of-three", **ONE | {"key_value_heads": 3, "group": 3}, head_dim=64,
+            dtype=torch.bfloat16, prompt=9, steps=4),
     variant("nine-heads", **ONE | {"key_value_heads": 9}, prompt=9, steps=4),
     variant("many-periods", **ONE | {"prompt": 7, "steps": 40}),
     *(variant(f"prompt-of-{tokens}", **ONE, prompt=tokens, steps=2, budget=budget, long=tokens > 33)

@@ -92,14 +92,16 @@ def redundancy(
     with exact(unit):
         similar = unit @ unit.transpose(-1, -2)                                          # C, [B, Hkv, S, S]
     similar.diagonal(dim1=-2, dim2=-1).zero_()
-    both = occupied[..., :, None] & occupied[..., None, :]
-    position = positions[..., None, :].where(both & (similar > threshold), -1)
-    latest, place = position.max(-1, keepdim=True)                                       # of row i, [B, Hkv, S, 1]
+    similar.masked_fill_(~(occupied[..., :, None] & occupied[..., None, :]), 0)          # not above any threshold
+    by_age = positions.argsort(-1)
+    age = by_age.argsort(-1).to(torch.int32)[..., None, :].where(similar > threshold, -1).amax(-1)
+    latest, place = age[..., None], by_age.gather(-1, age.long().clamp_min(0))[..., None]  # of row i, [B, Hkv, S, 1]
     first = positions.masked_fill(~occupied, torch.iinfo(positions.dtype).max).argmin(-1)[..., None, None]
     place = torch.where(latest >= 0, place, first)
-    exempt = torch.zeros_like(both).scatter(-1, place, (latest >= 0) | exempts_first)
+    exempt = (latest >= 0) | exempts_first
+    similar.scatter_(-1, place, similar.gather(-1, place).masked_fill(exempt, 0))
     count = occupied.sum(-1, keepdim=True).clamp_min(1)
-    mean = similar.masked_fill(exempt | ~both, 0).sum(-2) / count                        # m_j
+    mean = similar.sum(-2) / count                                                       # m_j
     return softmax(mean.masked_fill(~occupied, -INF))
 
 
