@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from ...reference.hf.cache_adapter import NAMES, StateCache, StateLayer
+from ...reference.hf.cache_adapter import NAMES, StateCache
+from ...reference.hf.cache_adapter_layer import StateLayer
 from .._common import graph
 from .._common.state import State
 from ._host import PACKAGE, SIMPLE, NotReplayable, Snapshot, parts, places

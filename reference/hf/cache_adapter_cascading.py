@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..contract import MethodConfig
-from .cache_adapter import StateCache, StateLayer
+from .cache_adapter import StateCache
+from .cache_adapter_layer import StateLayer
 
 
 class Cascading:

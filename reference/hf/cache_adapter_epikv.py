@@ -23,7 +23,8 @@ from ..contract import MethodConfig
 from ..contract.arguments import check_choice, check_integer
 from ..contract.epikv.config import BANDS, POLICIES, EpiKVConfig, band_layers
 from ..contract.interruption import note_change
-from .cache_adapter import StateCache, StateLayer, in_autocast
+from .cache_adapter import StateCache, in_autocast
+from .cache_adapter_layer import StateLayer
 from .masks import MaskSpec
 from .progress import one_token_per_pass
 

@@ -19,7 +19,8 @@ from transformers.masking_utils import sdpa_mask
 
 from ..contract.arguments import check_flag, check_integer
 from ..contract.synckv.types import HeadClusters, SyncKVConfig
-from .cache_adapter import StateCache, StateLayer
+from .cache_adapter import StateCache
+from .cache_adapter_layer import StateLayer
 
 #: The attention function that passes queries and keys to observers, active within `watching`.
 WATCH = "kvtwin_watch"

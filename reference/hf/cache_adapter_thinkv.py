@@ -18,7 +18,8 @@ from ..contract.arguments import check_integer
 from ..contract.thinkv.arguments import check_edges
 from ..contract.thinkv.config import ThinKVConfig
 from ..contract.thinkv.types import Thresholds
-from .cache_adapter import StateCache, StateLayer
+from .cache_adapter import StateCache
+from .cache_adapter_layer import StateLayer
 from .masks import MaskSpec
 from .progress import one_token_per_pass
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig
 
 from ..attention import accumulate_dtype
 from ..contract.arguments import check_flag
-from .cache_adapter import StateCache, StateLayer
+from .cache_adapter import StateCache
+from .cache_adapter_layer import StateLayer
 
 #: Models that rotate the halves of all channels of queries and keys, last of all, by `modeling_llama`'s arithmetic.
 PLAIN = ("llama", "qwen2", "qwen3")
