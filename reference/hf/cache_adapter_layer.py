@@ -180,7 +180,7 @@ class StateLayer(CacheLayerMixin):
             changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
                        if wanted[name] != self._made[name]]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
-        self.state, self._made = self._new_state(**wanted), wanted
+        self.state, self._made = self._new_state(scaling, **sizes), wanted
 
     def _new_state(self, scaling: Any, **sizes: Any) -> Any:
         state = self._state_class(replace(self._config, scale=scaling), **sizes)
