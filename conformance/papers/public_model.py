@@ -29,11 +29,11 @@ def points() -> dict[tuple[str, str, int], dict[str, Any]]:
 
 
 def order(method: str, others: Sequence[str]) -> Counter[str]:
-    """How often a method is better than all others ("above"), and worse than one of them ("below"), over tasks and
-    budgets. One result is better than another if their intervals of 95 % are apart."""
+    """How often a method is better than all others ("above"), and worse than one of them ("below"), over the tasks and
+    budgets at which it was measured. One result is better than another if their intervals of 95 % are apart."""
     found, counts = points(), Counter[str]()
-    for task in dict.fromkeys(task for task, *_ in found):
-        for divisor in DIVISORS:
+    for task, divisor in dict.fromkeys((task, divisor) for task, _, divisor in found):
+        if divisor in DIVISORS and (task, method, divisor) in found:
             own, them = found[task, method, divisor], [found[task, other, divisor] for other in others]
             counts["above"] += all(_better(own, other) for other in them)
             counts["below"] += any(_better(other, own) for other in them)

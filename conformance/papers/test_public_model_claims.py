@@ -23,7 +23,7 @@ def test_longflow_is_on_par_with_h2o_and_vatp_on_a_public_model():
 @pytest.mark.claim("KD-16g")
 def test_keydiff_is_behind_the_best_of_four_on_a_public_model():
     assert counts("keydiff", "h2o", "tova", "snapkv", "streaming_llm") == (0, 12, 20)
-    assert counts("keydiff", "random") != (0, 12, 20)
+    assert counts("snapkv", "keydiff") != (0, 12, 20)
 
 
 @pytest.mark.claim("TK-21b")
@@ -40,5 +40,5 @@ def test_epikv_is_behind_raas_on_a_public_model():
 
 @pytest.mark.claim("SK-12g")
 def test_synckv_beside_methods_that_evict_on_a_public_model():
-    assert counts("synckv", "cake", "snapkv", "h2o", "streaming_llm") == (1, 2, 11)
-    assert counts("synckv", "random") != (1, 2, 11)
+    assert counts("synckv", "cake", "snapkv", "h2o", "streaming_llm") == (1, 3, 17)
+    assert counts("synckv", "random") == (14, 0, 17)
