@@ -101,7 +101,7 @@ class Rewindable(Rows):
     def activate_past_recording(self) -> None:
         """Until `reset`, copy the states before each forward pass, so that `crop` can take its tokens back.
 
-        Assisted decoding calls this, also for prompt_lookup_num_tokens. Its tokens are those of decoding without an
+        Assisted decoding calls this, also with prompt_lookup_num_tokens. It gives the same tokens as without an
         assistant. NotImplementedError, which says why, for a cache that cannot.
         """
         why = self._no_rollback()

@@ -27,7 +27,7 @@ class Rows(Configured):
 
     @property
     def _makers(self) -> tuple[object, ...]:
-        """The objects that `_shared` is an attribute of, and that make it anew with the first state."""
+        """The objects that have `_shared` as an attribute. They create it together with the first state."""
         return ()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -70,7 +70,7 @@ def test_assisted_decoding_has_the_tokens_of_plain_decoding(name, side, device):
     ("name", "side"), [case for case in CACHES if (case if isinstance(case, tuple) else case.values)[0] not in REFUSED]
 )
 def test_tokens_that_are_taken_back_leave_no_trace(name, side, device):
-    """Bits that follow are those of a cache that never had them. Wrong numbers change nothing."""
+    """Later outputs are bitwise those of a cache that never had these tokens. A wrong number changes nothing."""
     model = llama(device)
     caches = [make(name, model, SIDES[side]) for _ in range(2)]
     for cache in caches:

@@ -98,7 +98,7 @@ def test_repeated_and_selected_rows_are_those_of_such_prompts(name, side, device
     {"do_sample": True, "num_return_sequences": 3, "top_k": 0, "temperature": 3.0}, {"num_beams": 3},
 ], ids=["samples", "beams"])
 def test_continuations_of_one_prefix(name, side, options, device):
-    """The prefix runs once. The tokens are those of a batch in which it runs in each row."""
+    """A prefix that runs once, and is repeated, gives the tokens of a batch that has it in each row."""
     model, inputs, found = llama(device), prompts(9, [0], device), []
     prefix = {key: tensor[:, :-1] for key, tensor in inputs.items()}
     for rows in ((0,), (0, 0, 0)):
