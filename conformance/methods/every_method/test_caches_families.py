@@ -17,8 +17,7 @@ from kvtwin.conformance.methods.every_method.test_caches_rows import SIDES, fed
 from kvtwin.conformance.methods.support.hf_cases import feed
 from kvtwin.conformance.methods.support.tiny_models import VOCABULARY, filled, generate, prompts
 
-pytestmark = [
-    pytest.mark.kind("equivalence"), pytest.mark.whole,
+pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.whole,
     # Of GPT-BigCode's module in transformers 5.17.
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]

@@ -115,6 +115,7 @@ def test_a_mask_of_the_constructor_follows_its_rows(side, device):
     """It covers tokens that the cache has not seen yet."""
     model, inputs = llama(device), prompts(9, [0, 5], device)
     mask, found = inputs["attention_mask"], []
+    mask[1, 7] = 0                                              # of a token that comes later
     begins = {"input_ids": inputs["input_ids"][:, :6], "attention_mask": mask[:, :6]}
     for rows in ([0, 1], [1, 1, 0]):
         cache = SIDES[side].H2OCache(model.config, budget=6, block_size=4, attention_mask=mask[rows])
