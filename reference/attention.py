@@ -71,9 +71,10 @@ def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Ten
 
 def _logits(query: Tensor, key: Tensor, occupied: Tensor, scale: float, ends: Sequence[int]) -> Tensor:
     """`logits`, of query i only before slot ends[i], beyond it -inf."""
-    keys, slots = zero_unoccupied(key, occupied)[:, :, None], key.shape[2]             # [B, Hkv, 1, S, D]
+    # Contiguous, since the order of a sum over channels depends on strides.
+    keys, slots = zero_unoccupied(key, occupied).contiguous()[:, :, None], key.shape[2]  # [B, Hkv, 1, S, D]
     # No matrix product: it may sum the last slots in another order, and equal keys must get equal logits.
-    grouped = query.unflatten(1, (keys.shape[1], -1))                                  # [B, Hkv, G, D] or with Q
+    grouped = query.contiguous().unflatten(1, (keys.shape[1], -1))                     # [B, Hkv, G, D] or with Q
     queries = zip(grouped.unbind(3), ends, strict=True) if query.dim() == 4 else [(grouped, slots)]
     product = torch.stack([
         pad(scale * (each[..., None, :] * keys[..., :end, :]).sum(-1), (0, slots - end), value=-INF)
