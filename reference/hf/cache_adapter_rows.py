@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.arguments import check_integer, check_reorder, check_tensor
+from ..contract.arguments import check_integer, check_product, check_reorder, check_tensor
 from .options import Configured
 
 
@@ -50,6 +50,7 @@ class Rows(Configured):
         """
         check_integer("repeats", repeats, minimum=1)
         rows = self._rows_now("batch_repeat_interleave")
+        check_product(rows=max(rows, 1), repeats=repeats)
         self._keep_rows(
             torch.arange(rows).repeat_interleave(repeats), lambda layer: layer.batch_repeat_interleave(repeats)
         )
