@@ -1,7 +1,7 @@
 """LongFlow under test against the golden trace: the float64 decisions on a trained model's queries, keys and values.
 
 The CPU replays the first steps, the GPU all of them. The state under test runs in lockstep with the reference. Its
-choices and outputs must agree with the trace up to the first adjudicated tie. After it, only lockstep judges. Wrong
+choices must agree with the trace up to the first adjudicated tie. After it, only lockstep judges. Wrong
 choices are counted to the end of the trace.
 """
 
