@@ -1,8 +1,8 @@
-"""Compile a tape (tape.py) to one Python function of arrays.
+"""Compile a recording (recordings.py) to one Python function of arrays.
 
 The builder wraps each array that it computes, checks the array's size against its type, and unwraps it for the next
 request. For the methods in METHODS, this module knows the computation and emits only that, as Python source compiled
-once per kind of tape. internals.py lists the sources of these methods. All other methods are called as usual.
+once per kind of recording. internals.py lists the sources of these methods. All other methods are called as usual.
 
 A scalar or row that is broadcast to a block is not copied if the block is an operand of an elementwise operation: the
 operation gives the same result for the scalar or row itself, except for the sign and payload of a NaN.
@@ -45,9 +45,9 @@ UNARY = {
 
 @dataclass(eq=False)
 class Value:
-    """A value of the tape, as expressions in the generated source: an array with its type, or any other object."""
+    """A value of the recording, as expressions in the generated source: an array with its type, or any other object."""
 
-    real: Any  # the value when the tape was recorded
+    real: Any  # the value when the recording was made
     array: str = ""
     dtype: str = ""
     name: str = ""  # the name of the handle, or of the object if it is not a handle
@@ -75,7 +75,7 @@ class _Listener:
 
 
 class Compiler:
-    """Compiles tapes of one interpreter."""
+    """Compiles recordings of one interpreter."""
 
     def __init__(self, interpreter: ModuleType) -> None:
         accesses = {"create_load", "create_store"}
@@ -106,7 +106,7 @@ class Compiler:
 
 
 class _Writer:
-    """Generates the source of one tape."""
+    """Generates the source of one recording."""
 
     def __init__(self, compiler: Compiler, handles: Sequence[Any]) -> None:
         self.compiler = compiler
@@ -371,4 +371,4 @@ class _Writer:
 
 @cache
 def _compiled(source: str) -> CodeType:
-    return compile(source, "<tape>", "exec")
+    return compile(source, "<recording>", "exec")

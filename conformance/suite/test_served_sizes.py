@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.cases import turns
+from kvtwin.conformance.cases import gpu_memory
 from kvtwin.conformance.judge import checkers, fresh, repeats, served, subjects
 from kvtwin.conformance.judge.subjects import Results, StateSubject, check_each
 
@@ -46,7 +46,7 @@ def _memory(request: pytest.FixtureRequest, device: torch.device) -> Iterator[No
     as a kernel: of the processes that judge it, one at a time runs such a test, unless its cases are small."""
     small = any(mark.kwargs.get("small") for mark in request.node.iter_markers("served"))
     if device.type == "cuda" and request.config.getoption("kv_impl") is not None and not small:
-        turns.take_memory_of(torch.device("cuda", torch.cuda.current_device()), "served", 1)
+        gpu_memory.lock_memory(torch.device("cuda", torch.cuda.current_device()), "served", 1)
     yield
     torch.cuda.empty_cache()
 

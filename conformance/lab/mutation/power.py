@@ -33,7 +33,7 @@ SCHEMA = 1
 RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
 PATIENTS = "kvtwin.conformance.lab.patients"
 FAULTS, RIGHT = "faults", "right"
-#: How many processes share a GPU's memory, for cases/turns.py.
+#: How many processes share a GPU's memory, for cases/gpu_memory.py.
 SHARED = "PYTEST_XDIST_WORKER_COUNT"
 
 
