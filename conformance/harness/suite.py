@@ -172,7 +172,7 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, Any, Any]:
         if not self.backend.interpreter:
-            kernel_keys.settle()
+            kernel_keys.compute_keys()
         enabled = gc.isenabled()
         gc.disable()
         try:

@@ -11,7 +11,7 @@ from .fields import Missing, MissingField
 
 #: Where the suite is, but for the implementations with which it tests itself.
 SUITE = Path(__file__).resolve().parents[1]
-PATIENTS = SUITE / "lab" / "patients"
+IMPLEMENTATIONS = SUITE / "lab" / "implementations"
 #: What every state has: without them there is nothing to compare.
 METHODS = ("prefill", "step")
 NEEDED = ("occupied", "positions", "tokens_seen", *METHODS)
@@ -39,7 +39,7 @@ def asked(name: str, ours: type) -> bool:
 
 @functools.cache
 def _of_the_suite(file: str) -> bool:
-    return SUITE in Path(file).parents and PATIENTS not in Path(file).parents
+    return SUITE in Path(file).parents and IMPLEMENTATIONS not in Path(file).parents
 
 
 @functools.cache

@@ -42,26 +42,26 @@ DRAWN_ELSEWHERE = ("extreme_numbers", "layouts", "independence")
 ALSO = ("accuracy", "free_slots")
 
 
-def judged(aspect: str, *, numbers: bool = True, choices: bool = True):
+def judged(prop: str, *, numbers: bool = True, choices: bool = True):
     """Run a test for each subject that has cases of the property, and each of its fields."""
-    return of(aspect, (
+    return of(prop, (
         (subject, name) for subject in EVERY
-        if aspect in subject.aspects and (subject.batched or aspect != "independence")
+        if prop in subject.properties and (subject.batched or prop != "independence")
         for name in (*(subject.numbers if numbers else ()), *(subject.choices if choices else ()))
     ))
 
 
-def marks(subject: Subject, aspect: str) -> tuple[pytest.MarkDecorator, ...]:
+def marks(subject: Subject, prop: str) -> tuple[pytest.MarkDecorator, ...]:
     """slow_on_cpu for properties that other tests judge as well."""
-    long = aspect in DRAWN_ELSEWHERE if isinstance(subject, StateSubject) else subject.also and aspect not in ALSO
+    long = prop in DRAWN_ELSEWHERE if isinstance(subject, StateSubject) else subject.also and prop not in ALSO
     return (pytest.mark.slow_on_cpu,) if long else ()
 
 
-def of(aspect: str, parameters: Iterable[tuple[Subject, str]]):
+def of(prop: str, parameters: Iterable[tuple[Subject, str]]):
     """Run a test for each of these subjects and fields."""
     def mark(test: Any) -> Any:
         test.of = [
-            pytest.param(subject, name, id=f"{subject}-{name}", marks=marks(subject, aspect))
+            pytest.param(subject, name, id=f"{subject}-{name}", marks=marks(subject, prop))
             for subject, name in parameters
         ]
         return test
@@ -195,9 +195,9 @@ def test_decisions_on_recorded_traces(subject, field, twins, device):
 
 functions, batched = (
     pytest.mark.parametrize("subject", [
-        pytest.param(subject, id=str(subject), marks=marks(subject, aspect))
-        for subject in FUNCTIONS if subject.batched or aspect != "independence"
-    ]) for aspect in ("repeatability", "independence")
+        pytest.param(subject, id=str(subject), marks=marks(subject, prop))
+        for subject in FUNCTIONS if subject.batched or prop != "independence"
+    ]) for prop in ("repeatability", "independence")
 )
 
 

@@ -18,9 +18,9 @@ from kvtwin.conformance.harness import fair_play, process_watch, verdict
 from kvtwin.conformance.harness.impl import Facade, Twins
 from kvtwin.conformance.judge import calls, subjects
 from kvtwin.conformance.judge.mismatch import Mismatch
-from kvtwin.conformance.lab.patients import exploits, longflow, run
-from kvtwin.conformance.lab.patients.exploits import borrowing, ending, looking, replacing, results
-from kvtwin.conformance.lab.patients.stored import CALLS, FOUND, HARMLESS, Row
+from kvtwin.conformance.lab.implementations import exploits, longflow, run
+from kvtwin.conformance.lab.implementations.exploits import borrowing, ending, looking, replacing, results
+from kvtwin.conformance.lab.implementations.stored import CALLS, FOUND, HARMLESS, Row
 from kvtwin.reference.longflow import DecodeResult
 
 FOLDER = Path(exploits.__file__).parent

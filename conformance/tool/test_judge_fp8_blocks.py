@@ -53,7 +53,7 @@ def computed(machine: Machine, case: Fp8AttendCase, first: bool) -> tuple[Tensor
     query = case.query.masked_fill(~case.valid.repeat_interleave(case.group, 1)[..., None], 0)
     logit = machine.logits(query, tensors[0], case.attention.seen, case.factor, factors[0])
     row_max, total, acc = machine.softmax(logit, tensors[1])
-    output = machine.divided(acc, total)
+    output = machine.quotient(acc, total)
     output = output if factors[1] is None else machine.times(output, factors[1])
     weight = machine.exp2(logit - (row_max + machine.log2(total))[..., None]).masked_fill(~case.attention.seen, 0)
     return output.to(case.dtype), weight

@@ -317,7 +317,7 @@ WITHOUT_NUMBERS = ("cake.budgets", "random.score", "streaming_llm.keep", "thinkv
 
 
 @pytest.mark.parametrize("subject", [
-    pytest.param(one, id=str(one)) for one in subjects.every() if one.aspects
+    pytest.param(one, id=str(one)) for one in subjects.every() if one.properties
 ])  # fmt: skip
 def test_the_cases_of_every_function_and_state_come_in_every_dtype(subject):
     """Otherwise a verdict would not need them."""

@@ -10,7 +10,7 @@ from kvtwin.conformance import Capabilities
 from kvtwin.conformance.harness import verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
-from kvtwin.conformance.lab.patients import run
+from kvtwin.conformance.lab.implementations import run
 from kvtwin.conformance.stats import JudgedCase
 
 

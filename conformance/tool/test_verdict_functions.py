@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import quantizers, selectors, synckv, thinkv
-from kvtwin.conformance.lab.patients.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.implementations import quantizers, selectors, synckv, thinkv
+from kvtwin.conformance.lab.implementations.run import not_right, shown, verdict_of, wrong
 
 pytestmark = pytest.mark.slow
 

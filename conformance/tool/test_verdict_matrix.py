@@ -40,7 +40,7 @@ CODE = '''
 import os
 
 from kvtwin.conformance import Capabilities
-from kvtwin.conformance.lab.patients.longflow import Decode
+from kvtwin.conformance.lab.implementations.longflow import Decode
 
 from . import unused
 

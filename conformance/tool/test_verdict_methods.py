@@ -9,8 +9,8 @@ import pytest
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import others
-from kvtwin.conformance.lab.patients.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.implementations import others
+from kvtwin.conformance.lab.implementations.run import not_right, shown, verdict_of, wrong
 
 pytestmark = pytest.mark.slow
 

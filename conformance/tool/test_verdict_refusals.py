@@ -20,8 +20,8 @@ from kvtwin.conformance import Capabilities, capabilities, discovery, stats
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.harness import impl, verdict
 from kvtwin.conformance.judge import checkers
-from kvtwin.conformance.lab.patients import run, thinkv
-from kvtwin.conformance.lab.patients.longflow_states import LongFlow
+from kvtwin.conformance.lab.implementations import run, thinkv
+from kvtwin.conformance.lab.implementations.longflow_states import LongFlow
 
 TESTS = "laws or keeps_step or (LongFlowState and (numbers_are or choices or free_slots))"
 CORE = ("accuracy", "decisions", "free_slots", "repeatability", "state")
@@ -74,14 +74,14 @@ def test_a_constructor_may_refuse(judged):
     assert verdicts(found) == expected, run.shown(found)
     assert {one.why for one in found.properties.values() if one.lacking} == {"not covered: bfloat16 (refused)"}
     assert found.verdict == verdict.NOT_COVERED
-    assert found.refused["patient.longflow.LongFlowState: per_head, and bfloat16"] > 0
+    assert found.refused["theirs.longflow.LongFlowState: per_head, and bfloat16"] > 0
 
 
 @pytest.mark.slow
 def test_a_prompt_may_be_refused(judged):
     found = judged(RefusesPadding)
     assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.shown(found)
-    assert found.refused["patient.longflow.LongFlowState.prefill: padding"] > 0
+    assert found.refused["theirs.longflow.LongFlowState.prefill: padding"] > 0
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_what_is_refused_everywhere_is_not_covered(state, what, keyword, judged)
     found = judged(state, keyword, ties="any")  # a matrix product of prompts may round equal keys apart
     assert not run.wrong(found) and not found.others["failed"], run.shown(found)
     assert found.verdict == verdict.NOT_COVERED
-    assert found.refused[f"patient.longflow.LongFlowState{what}"] > 0
+    assert found.refused[f"theirs.longflow.LongFlowState{what}"] > 0
     assert found.properties["state"].verdict == verdict.NOT_COVERED
-    assert f"not provided: patient.longflow.LongFlowState{what}" in found.properties["state"].why
+    assert f"not provided: theirs.longflow.LongFlowState{what}" in found.properties["state"].why
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_what_a_class_refuses_is_counted(tmp_path, monkeypatch):
     assert not run.wrong(found), run.shown(found)
     assert found.properties["layouts"].verdict == verdict.RIGHT
     assert found.properties["accuracy"].why == "not covered: float32 (refused), bfloat16 (refused)"
-    assert found.refused["patient.thinkv.PagedCache: dtype torch.float32"] > 0
+    assert found.refused["theirs.thinkv.PagedCache: dtype torch.float32"] > 0
 
 
 # What the interpreter cannot run --------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_what_a_class_refuses_is_counted(tmp_path, monkeypatch):
 def test_limits_of_the_interpreter_are_not_wrong_and_hide_nothing(tmp_path):
     """Real kernels with two limits in one test, one of them in all bfloat16 cases: the other dtypes are judged, and
     bfloat16 is left to a GPU."""
-    name = "kvtwin.conformance.lab.patients.uninterpreted"
+    name = "kvtwin.conformance.lab.implementations.uninterpreted"
     ran = subprocess.run([
         sys.executable, "-m", "kvtwin.conformance", "longflow", "--impl", name, "--device=cpu", "--jobs=1",
         "--hypothesis-profile=default", "--report=report.json",

@@ -10,7 +10,7 @@ import pytest
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.harness import results, verdict, verdict_table
-from kvtwin.conformance.lab.patients import appending, longflow_states, run, thinkv
+from kvtwin.conformance.lab.implementations import appending, longflow_states, run, thinkv
 
 pytestmark = [pytest.mark.slow, pytest.mark.first]
 
@@ -29,11 +29,11 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    "patient", [longflow_states.CountsOnAfterReset, longflow_states.IgnoresReorder, longflow_states.ScalesTheQuery],
-    ids=lambda patient: patient.__name__,
+    "state", [longflow_states.CountsOnAfterReset, longflow_states.IgnoresReorder, longflow_states.ScalesTheQuery],
+    ids=lambda state: state.__name__,
 )
-def test_the_fault_of_a_state_is_named(patient, judged):
-    found = judged("longflow", {"LongFlowState": patient}, "laws or keeps_step or keep_step")
+def test_the_fault_of_a_state_is_named(state, judged):
+    found = judged("longflow", {"LongFlowState": state}, "laws or keeps_step or keep_step")
     assert run.wrong(found) == {"state"}, run.shown(found)
     assert not run.not_right(found), run.shown(found)
 
@@ -107,7 +107,7 @@ def test_a_right_state_that_appends_is_right(method, judged):
     )
     assert found.properties["ties"].verdict == verdict.CONVENTION
     assert found.verdict == verdict.RIGHT
-    assert "conventions: slot_order = any" in [text.strip() for text, _ in verdict_table.lines(found, "patient")]
+    assert "conventions: slot_order = any" in [text.strip() for text, _ in verdict_table.lines(found, "theirs")]
 
 
 @with_tova
@@ -156,7 +156,7 @@ def test_every_wrong_decision_on_a_recorded_trace_is_counted(method, judged):
     assert traces.decisions > traces.wrong
     assert "choices are wrong; the first: " in traces.findings[0]["message"]
     assert traces.findings[0]["case"] is None, "the case of a check of the prompt is right"
-    shown = next(text for text, _ in verdict_table.lines(found, "patient") if text.lstrip().startswith("traces"))
+    shown = next(text for text, _ in verdict_table.lines(found, "theirs") if text.lstrip().startswith("traces"))
     assert f"{traces.adjudicated} different but legal; " in shown
 
 
@@ -175,7 +175,7 @@ def test_paged_attention_of_another_scale_is_inaccurate(judged):
     assert run.wrong(found) == {"accuracy"}, run.shown(found)
     first = found.properties["accuracy"].findings[0]
     assert first["subject"] == "thinkv.decode_attention" and "PagedCase(" in first["case"]
-    assert "kvtwin replay" in first["replay"] and "--impl patient" in first["replay"]
+    assert "kvtwin replay" in first["replay"] and "--impl theirs" in first["replay"]
 
 
 def test_a_right_paged_cache_is_right(judged):

@@ -28,7 +28,7 @@ from ..budgets import assert_budgets_right
 from ..choices import Verdict, assert_kept_right
 from ..compare import assert_dtype, assert_same, assert_within, fail
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from ..ties import tie_classes, window_ties
 from ..variants import ONE, variant
 from .cake_bounds import Observed, observed, step_error
@@ -122,19 +122,19 @@ def assert_layer_budgets_right(actual: Tensor, case: LayerBudgetsCase) -> None:
         )
 
 
-OBSERVE_ASPECTS = aspects(
+OBSERVE_PROPERTIES = properties(
     tied=("identical", "equal_keys"), extreme=("overflow_88", "extreme_1e4", "all_below_104"), full="none",
     masked=("left_padding", "random", "one_token"), layout=WINDOW_LAYOUTS,
 )
 SUBJECTS = (
     Subject(
         "observe", partial(window_cases, protect=("none",)), assert_observe_right,
-        numbers=("score", "dispersion", "shift"), aspects=OBSERVE_ASPECTS, inputs=observe_inputs, sized="tokens",
+        numbers=("score", "dispersion", "shift"), properties=OBSERVE_PROPERTIES, inputs=observe_inputs, sized="tokens",
         recorded=recorded.windows,
     ),
     Subject(
         "budgets", budget_cases.layer_budgets_cases, assert_layer_budgets_right, choices=("budgets",), sized=None,
-        aspects=aspects(
+        properties=properties(
             ordinary=budget_cases.ORDINARY, extreme=budget_cases.EXTREME, layout=budget_cases.LAYOUTS
         ),
     ),

@@ -24,7 +24,7 @@ from ...cases.thought_cases import LAYOUTS
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, gamma, output_error, weight_error
 from ..compare import Mismatch, assert_dtype, assert_same, assert_within, fail
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from .thinkv_thoughts import share_interval
 
 #: The public tables of both sides.
@@ -190,7 +190,7 @@ def _judge_attended(actual: Attended, case: PagedCase) -> None:
 ATTENTION = PagedSubject(
     "decode_attention", partial(paged_cases, most=12), _judge_attended, numbers=("output",), choices=("sparsity",),
     inputs=_inputs, sized=None,
-    aspects=aspects(
+    properties=properties(
         extreme=("overflow_88", "extreme_1e4", "tiny_values", "zero_query"), mask="evictions", full=0, masked=(1, 2, 3),
         layout=LAYOUTS,
     ),

@@ -18,7 +18,7 @@ from .. import recorded
 from ..bounds import FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import JudgeError, fail
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 
 
 def log_pooled(case: SparsityCase, allowed: Arithmetic) -> list[Tensor]:
@@ -135,7 +135,7 @@ def _judge_sparsity(actual: Tensor, case: SparsityCase) -> None:
 #: Whether a token is below the threshold is a decision.
 SPARSITY = Subject(
     "attention_sparsity", sparsity_cases, _judge_sparsity, choices=("sparsity",),
-    aspects=aspects(extreme=("overflow_88", "extreme_1e4", "many_87", "zero_query"), masked=OCCUPANCIES[1:]),
+    properties=properties(extreme=("overflow_88", "extreme_1e4", "many_87", "zero_query"), masked=OCCUPANCIES[1:]),
     recorded=recorded.sparsities,
 )
 

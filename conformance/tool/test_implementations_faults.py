@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import run
-from kvtwin.conformance.lab.patients.faults import FAULTS, Dice, Fast, Fault, misplaced
+from kvtwin.conformance.lab.implementations import run
+from kvtwin.conformance.lab.implementations.faults import FAULTS, Dice, Fast, Fault, misplaced
 
 CPU = torch.device("cpu")
 
@@ -114,7 +114,7 @@ def test_three_bounds_are_beyond_the_bound(dtype):
 
 
 def test_a_state_is_wrong_in_its_500th_step_alone():
-    from kvtwin.conformance.lab.patients.longflow_states import LongFlow
+    from kvtwin.conformance.lab.implementations.longflow_states import LongFlow
     from kvtwin.reference.longflow import LongFlowConfig
 
     sizes: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 
 from kvtwin.conformance.capabilities import Capabilities
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import right, run
+from kvtwin.conformance.lab.implementations import right, run
 
 FOLDER = Path(right.__file__).parent
 #: Tests of the states that other tests do not judge, and the functions that they judge as the same objects.
