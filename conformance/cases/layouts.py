@@ -61,7 +61,7 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     return view.copy_(tensor)
 
 
-def of(layout: str, name: str) -> str:
+def layout_of(layout: str, name: str) -> str:
     """The layout of the tensor with this name, in a case with this layout."""
     if layout == MIXED:
         return next((own for part, own in _OWN.items() if part in name), "contiguous")

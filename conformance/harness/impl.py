@@ -259,20 +259,20 @@ def _refusing(
     found: type, ours: type, methods: Sequence[str], supported: Capabilities, name: str, guard: Guard
 ) -> type:
     """A subclass of the class `found` whose constructor and methods count, and may refuse."""
-    def of(method: str, label: str) -> Callable[..., Any]:
+    def refusing(method: str, label: str) -> Callable[..., Any]:
         return _judgeable(
             getattr(found, method), getattr(ours, method), supported, None, label, guard, of_state=True
         )
 
     members: dict[str, Any] = {
-        method: of(method, f"{name}.{method}") for method in methods if callable(getattr(found, method, None))
+        method: refusing(method, f"{name}.{method}") for method in methods if callable(getattr(found, method, None))
     }
     for attribute in dir(found):
         value = inspect.getattr_static(found, attribute, None)
         if isinstance(value, property) and value.fget is not None and not attribute.startswith("_"):
             get = guard.reading(f"{name}.{attribute}", _plain(value.fget))
             members[attribute] = property(get, value.fset, value.fdel)
-    members["__init__"] = of("__init__", name)
+    members["__init__"] = refusing("__init__", name)
     own = getattr(found, "__getattr__", None)
 
     def fallback(self: Any, attribute: str) -> Any:

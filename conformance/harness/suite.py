@@ -290,7 +290,7 @@ class Suite:
         facts = item.stash[FACTS]
         fails = made.failed or hasattr(made, "wasxfail")
         if fails and error is not None and call.when == "call":
-            facts = facts | {"finding": findings.of(item, error, facts["judges"], self.twins)}
+            facts = facts | {"finding": findings.finding_of(item, error, facts["judges"], self.twins)}
         results.annotate(made, error, facts, item.stash[STATS])
         return made
 

@@ -99,7 +99,7 @@ def _requested(
     handles = tuple(tensor.handle for tensor in tensors)
     returned = of_handles(*map(real_of, handles))
     if type(returned) is not tuple:
-        quick = reductions.of(function, returned.handle, *rest, **named)
+        quick = reductions.reduction_of(function, returned.handle, *rest, **named)
         return recordings.tensor_of(recorder.add(quick or request, handles, returned.handle), vars(returned))
     answers = recorder.add(request, handles, tuple([part.handle for part in returned]))
     return tuple(recordings.tensor_of(answer, vars(part)) for answer, part in zip(answers, returned, strict=True))
@@ -116,7 +116,7 @@ class Reductions:
             standard._elementwise_min: numpy.nanmin,
         }
 
-    def of(
+    def reduction_of(
         self, function: Callable[..., Any], real: Any, axis: Any, combine_fn: Any, keep_dims: bool = False
     ) -> Callable[[Any], Any] | None:
         """The reduction of one tensor, as a function of its handle that makes a handle like `real`. None for others."""

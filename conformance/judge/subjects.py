@@ -182,7 +182,7 @@ class Subject:
         """Call the function, or run the state, and judge everything. Raises compare.Mismatch."""
         result = self.call(module, case)
         if not host.judges(case):
-            for part, of_part in pieces.of(case, result) if self.batched else ((case, result),):
+            for part, of_part in pieces.split(case, result) if self.batched else ((case, result),):
                 self.judge(of_part, part)
             return
         try:

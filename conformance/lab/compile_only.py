@@ -252,7 +252,7 @@ def call_all(
     """Make every call of a pair (see every_call.py) on the CPU."""
     from ..cases import every_call
 
-    for call in every_call.of(pair, torch.device("cpu"), dtype, head_dims, optional):
+    for call in every_call.calls_of(pair, torch.device("cpu"), dtype, head_dims, optional):
         call.run()
 
 

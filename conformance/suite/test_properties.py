@@ -44,7 +44,7 @@ ALSO = ("accuracy", "free_slots")
 
 def judged(prop: str, *, numbers: bool = True, choices: bool = True):
     """Run a test for each subject that has cases of the property, and each of its fields."""
-    return of(prop, (
+    return property_test(prop, (
         (subject, name) for subject in EVERY
         if prop in subject.properties and (subject.batched or prop != "independence")
         for name in (*(subject.numbers if numbers else ()), *(subject.choices if choices else ()))
@@ -57,10 +57,10 @@ def marks(subject: Subject, prop: str) -> tuple[pytest.MarkDecorator, ...]:
     return (pytest.mark.slow_on_cpu,) if long else ()
 
 
-def of(prop: str, parameters: Iterable[tuple[Subject, str]]):
+def property_test(prop: str, parameters: Iterable[tuple[Subject, str]]):
     """Run a test for each of these subjects and fields."""
     def mark(test: Any) -> Any:
-        test.of = [
+        test.subjects_and_fields = [
             pytest.param(subject, name, id=f"{subject}-{name}", marks=marks(subject, prop))
             for subject, name in parameters
         ]
@@ -71,8 +71,8 @@ def of(prop: str, parameters: Iterable[tuple[Subject, str]]):
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrizes as `pytest.mark.parametrize` would, with which Hypothesis would draw other cases for each field."""
-    if hasattr(metafunc.function, "of"):
-        metafunc.parametrize(("subject", "field"), metafunc.function.of)
+    if hasattr(metafunc.function, "subjects_and_fields"):
+        metafunc.parametrize(("subject", "field"), metafunc.function.subjects_and_fields)
 
 
 @pytest.mark.property("accuracy")
@@ -145,7 +145,7 @@ def test_rows_and_heads_have_their_own_results(subject, field, data, twins, resu
 
 
 @pytest.mark.property("layouts")
-@of("layouts", ((subject, name) for subject in FUNCTIONS if subject.sized for name in subject.fields))
+@property_test("layouts", ((subject, name) for subject in FUNCTIONS if subject.sized for name in subject.fields))
 @given(data=st.data())
 @settings(max_examples=1)
 def test_large_tensors(subject, field, data, twins, results):
@@ -156,7 +156,7 @@ def test_large_tensors(subject, field, data, twins, results):
 
 
 @pytest.mark.property("decisions")
-@of("decisions", (
+@property_test("decisions", (
     (subject, name) for subject in FUNCTIONS if subject.sized and subject.batched and not subject.also
     for name in subject.choices
 ))
@@ -169,7 +169,7 @@ def test_choices_of_many_rows(subject, field, data, twins, results):
 
 
 @pytest.mark.property("traces")
-@of("traces", (
+@property_test("traces", (
     (subject, name) for subject in FUNCTIONS if subject.recorded is not None for name in subject.choices
 ))
 def test_decisions_on_recorded_traces(subject, field, twins, device):

@@ -24,7 +24,7 @@ from kvtwin.conformance.judge.compare import Mismatch, assert_within
 from kvtwin.conformance.tool.emulate import Machine
 from kvtwin.reference.attention import per_query_head, zero_unoccupied
 
-TOVA = checkers.of("tova")  # None if there is no such method
+TOVA = checkers.checker_of("tova")  # None if there is no such method
 #: Methods that add up what keys receive.
 METHODS = {pair.name: pair.reference for pair in discovery.methods() if pair.name in ("h2o", "vatp")}
 

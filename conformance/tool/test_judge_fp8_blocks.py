@@ -24,7 +24,7 @@ from kvtwin.reference.attention import per_query_head, zero_unoccupied
 
 #: The pairs with an `attend`, by name.
 ATTENDS = {pair.name: pair for pair in discovery.methods() if Fp8AttendCase in checkers.ask(pair.name, "CASES", ())}
-TOVA = checkers.of("tova")  # None if there is no such method
+TOVA = checkers.checker_of("tova")  # None if there is no such method
 FULL = (Machine("sequential", lean=-1), Machine("reversed", fused=True, lean=1, block=16, logs=True))
 HALF = Machine("sequential", truncates=True, lean=1, block=16, flushes=True)
 MACHINES = [(torch.float32, machine) for machine in FULL] + [
@@ -130,7 +130,7 @@ def test_a_scale_widens_the_bounds_of_attend_by_one_rounding():
 @pytest.mark.parametrize("name", ATTENDS)
 def test_wrong_scales_are_caught(name, fp8):
     """Without a scale, with that of another head, and scaled keys and values that are rounded to 16 bits."""
-    judge, attend = checkers.of(name), ATTENDS[name].reference.attend
+    judge, attend = checkers.checker_of(name), ATTENDS[name].reference.attend
     case = Fp8AttendCase(
         batch=2, key_value_heads=2, group=2, slots=20, queries=3, fp8=fp8, dtype=torch.bfloat16, content="codes",
         method=name, seed=308,

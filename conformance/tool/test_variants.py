@@ -29,7 +29,7 @@ def pair(name: str) -> discovery.Pair:
 
 
 def named(name: str, method: str = "longflow") -> variants.Variant:
-    return next(one for one in variants.of(method) if one.name == name)
+    return next(one for one in variants.variants_of(method) if one.name == name)
 
 
 def longflow_of(state: type) -> types.SimpleNamespace:
@@ -38,7 +38,7 @@ def longflow_of(state: type) -> types.SimpleNamespace:
 
 @every_method
 def test_every_variant_has_a_trace_whose_config_is_valid(pair):
-    made = variants.of(pair.name)
+    made = variants.variants_of(pair.name)
     assert len({one.name for one in made}) == len(made) >= len(variants.GENERIC)
     for one in made:
         trace = variants.trace_of(pair, one, 0, CPU)
@@ -51,7 +51,7 @@ def test_every_variant_has_a_trace_whose_config_is_valid(pair):
 def test_variants_stay_inside_of_what_is_declared(pair):
     provided = 0
     with capabilities.use(SMALL):
-        for one in variants.of(pair.name):
+        for one in variants.variants_of(pair.name):
             try:
                 trace = variants.trace_of(pair, one, 0, CPU)
             except NotProvided:
@@ -134,7 +134,7 @@ def test_a_turn_takes_the_place_of_its_steps(monkeypatch):
 def test_tables_of_variants_replace_those_of_one_name():
     assert named("no-prompt", "epikv").options != named("no-prompt").options
     assert checkers.ask("streaming_llm", "VARIANTS", ()) and len(
-        [one for one in variants.of("streaming_llm") if one.name == "budget-of-1"]
+        [one for one in variants.variants_of("streaming_llm") if one.name == "budget-of-1"]
     ) == 1
 
 

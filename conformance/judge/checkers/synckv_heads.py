@@ -83,7 +83,7 @@ class Search:
     decisive: int = 0
 
     @classmethod
-    def of(cls, similarity: Tensor, clusters: int) -> Search:
+    def start(cls, similarity: Tensor, clusters: int) -> Search:
         table = [[Fraction(value) for value in row] for row in similarity.double().tolist()]
         top = max(map(max, table))
         return cls([[top - value for value in row] for row in table], clusters)
@@ -214,7 +214,7 @@ class Search:
 
 def judge_clusters(actual: Clusters, case: SimilarityCase) -> None:
     """actual: what `cluster_heads(**case.inputs)` returns."""
-    search = Search.of(case.tensor("similarity"), case.clusters)
+    search = Search.start(case.tensor("similarity"), case.clusters)
     right: set[tuple[Labels, Labels]] | None = None
     try:
         right = search.found()

@@ -79,7 +79,7 @@ def test_a_call_gives_the_same_bits_each_time(pair, large, fused, device):
         head_dim, group, dtype = strategies.USUAL
         sizes = {"head_dim": head_dim, "group": group}
     with tiny.larger(**sizes) if large else nullcontext(), compile_only.fused_as(pair, fused):
-        calls = list(every_call.of(pair, device, dtype, (head_dim,), (True,)))
+        calls = list(every_call.calls_of(pair, device, dtype, (head_dim,), (True,)))
         assert first_that_differs(calls, device, ROUNDS) is None
 
 
