@@ -128,7 +128,7 @@ def start() -> Watch | None:
 
 
 @contextmanager
-def watched(name: str) -> Iterator[None]:
+def ending_calls(name: str) -> Iterator[None]:
     """Around a call of the implementation under test. Raises EndsCall or gpu_memory.TakenMemory."""
     try:
         if _watch:

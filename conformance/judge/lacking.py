@@ -31,7 +31,7 @@ def absent(state: Any, name: str) -> AttributeError:
     return MissingAttribute(f"{kind}: {name}")
 
 
-def asked(name: str, ours: type) -> bool:
+def is_read_by_the_suite(name: str, ours: type) -> bool:
     """True if it is the suite, the caller of the caller, that reads `name`, and this is a tensor of ours, the
     reference's state."""
     return name in _tensors(ours) and _of_the_suite(sys._getframe(2).f_code.co_filename)

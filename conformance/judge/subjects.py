@@ -186,7 +186,7 @@ class Subject:
                 self.judge(of_part, part)
             return
         try:
-            self.judge(host.copied(result), host.of_case(case))
+            self.judge(host.to_cpu(result), host.of_case(case))
         finally:
             case.used()  # rather than its copy
 

@@ -135,7 +135,7 @@ def test_a_call_outside_of_a_capability_is_refused(declared, changes, refused):
     {"key": torch.zeros(2, 2, 32, 64, dtype=torch.float8_e5m2fnuz)},
     {"query": torch.zeros(2, 6, 64, device="meta")}, {"dtype": torch.complex64},
 ], ids="-".join)  # fmt: skip
-def test_a_wrong_argument_that_nobody_can_declare_is_left_to_the_implementation(declared, changes):
+def test_arguments_that_cannot_be_declared_are_checked_by_the_implementation(declared, changes):
     assert capabilities.refusal(Capabilities(**declared), call(**changes)) is None
 
 

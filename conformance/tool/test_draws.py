@@ -49,7 +49,7 @@ def test_a_test_that_has_decided_enough_is_called_once():
     assert not any(plain for plain, _ in seen)
 
 
-def test_a_test_that_has_decided_too_little_draws_plain_cases_until_it_has():
+def test_a_test_with_too_few_decisions_draws_more_plain_cases():
     test, seen = drawing(lambda plain: (1, 1) if plain else (100, 0))
     found = counted(test)
     assert not found.vacuous

@@ -194,7 +194,7 @@ def test_an_implementation_is_to_blame_for_the_memory_that_it_has_taken_itself(m
     monkeypatch.setattr(survival, "_uses_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: mine)
-    with pytest.raises(raised, match="^theirs"), survival.watched("theirs"):
+    with pytest.raises(raised, match="^theirs"), survival.ending_calls("theirs"):
         raise LACK
 
 

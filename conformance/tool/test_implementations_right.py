@@ -47,5 +47,5 @@ def test_it_is_right(method, name, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         method, provided, declared, OF_STATES if states else OF_FUNCTIONS, tmp_path, monkeypatch,
         "suite" if states else "suite/test_properties.py", stranger=FOLDER / f"{name}.py",
     )
-    assert not run.wrong(found), run.shown(found)
-    assert found.verdict == verdict.RIGHT, run.shown(found)
+    assert not run.wrong(found), run.summary_of(found)
+    assert found.verdict == verdict.RIGHT, run.summary_of(found)

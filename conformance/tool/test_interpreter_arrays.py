@@ -113,7 +113,7 @@ else:
             same(made.handle, module.interpreter_builder.create_fadd(other, handles[1]))
         assert len(slow) == len(others)
 
-    def test_copies_of_a_row_that_make_the_answer_what_it_is_are_made():
+    def test_rows_are_copied_if_the_result_is_the_whole_block():
         builder, row = module.interpreter_builder, handle([[1, 2]], "int32")
         block = builder.create_broadcast(row, [3, 2])
         answers = [block, builder.create_add(block, block)]

@@ -81,10 +81,10 @@ def test_another_mode_is_refused_with_what_is_accepted(monkeypatch, asked):
     assert str(caught.value) == f"KVTWIN_INTERPRETER must be 'fast' or 'plain', got {asked!r}"
 
 
-def test_a_source_is_known_by_what_it_says():
+def test_a_source_is_known_by_its_text():
     digest = internals.digest
-    assert digest(test_a_source_is_known_by_what_it_says) == digest(test_a_source_is_known_by_what_it_says)
-    assert digest(test_a_source_is_known_by_what_it_says) != digest(digest)
+    assert digest(test_a_source_is_known_by_its_text) == digest(test_a_source_is_known_by_its_text)
+    assert digest(test_a_source_is_known_by_its_text) != digest(digest)
     assert digest(None) is None
     assert digest(len) is None
 

@@ -234,7 +234,7 @@ if INTERPRETED:
             assert out.tolist() == [1.5 * value] * 4
 
     @accelerated
-    def test_what_kernels_are_made_of_is_recorded():
+    def test_functions_that_kernels_call_are_recorded():
         _of_all_kinds[(2,)](**_arguments(1), SIZE=8)
         known = sys.modules[interpreter.MODULE]._patch_builtin.recordings.known
         for name in ("tensor.__add__", "tensor.__lt__", "tensor.__getitem__", "where", "load", "store", "arange"):

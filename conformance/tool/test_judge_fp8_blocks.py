@@ -73,8 +73,8 @@ def utilisation(machine: Machine, case: Fp8AttendCase, first: bool) -> dict[str,
     used = {
         "output": assert_within(output, attention.output, bounds.output_error(attention, allowed), what="output"),
         "received": assert_within(
-            received(machine, weight, heads), blocks.received(attention), blocks.received_error(attention, allowed),
-            what="received",
+            received(machine, weight, heads), blocks.received_attention(attention),
+            blocks.received_error(attention, allowed), what="received",
         ),
     }
     if TOVA is not None:
@@ -82,8 +82,8 @@ def utilisation(machine: Machine, case: Fp8AttendCase, first: bool) -> dict[str,
         last = (attention.logit == newest.logit).all(-1).to(torch.int8).argmax(2)[..., None, None]
         one = weight.gather(2, last.expand(-1, -1, 1, weight.shape[-1]))
         used["newest"] = assert_within(
-            received(machine, one, heads), blocks.received(newest), TOVA.weight_error(newest, allowed), what="newest"
-        )
+            received(machine, one, heads), blocks.received_attention(newest), TOVA.weight_error(newest, allowed),
+            what="newest")
     return used
 
 

@@ -29,7 +29,7 @@ def test_passes(twins):
     stats.decisions(10, 9)
     stats.utilisation(0.0625)
     stats.utilisation(0.03125)
-    stats.adjudicated(2)
+    stats.adjudicate(2)
     for _ in range(2):
         stats.judged_case(DecodeCase(slots=9, batch=2), "decode_attention")
     stats.elements(12)

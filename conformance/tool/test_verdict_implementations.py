@@ -9,7 +9,7 @@ import pytest
 
 from kvtwin.conformance.harness import verdict
 from kvtwin.conformance.lab.implementations import longflow
-from kvtwin.conformance.lab.implementations.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.implementations.run import not_right, summary_of, verdict_of, wrong
 
 pytestmark = [pytest.mark.slow, pytest.mark.first]
 
@@ -61,8 +61,8 @@ WRONG: dict[type, tuple[str, dict[str, str]]] = {
 def test_the_faulty_property_is_named(implementation, judged):
     found = judged(implementation())
     named, others = WRONG[implementation]
-    assert wrong(found) == {named}, shown(found)
-    assert not_right(found) == others, shown(found)
+    assert wrong(found) == {named}, summary_of(found)
+    assert not_right(found) == others, summary_of(found)
     assert found.verdict == verdict.WRONG
 
 
@@ -75,5 +75,5 @@ def test_correct_implementations_are_right(healthy, conventions, judged):
     verdicts = {name: found.properties[name].verdict for name in PROPERTIES}
     assert verdicts == dict.fromkeys(PROPERTIES, verdict.RIGHT) | dict.fromkeys(
         [name for name in conventions if name in PROPERTIES], verdict.CONVENTION
-    ), shown(found)
+    ), summary_of(found)
     assert found.verdict == verdict.RIGHT

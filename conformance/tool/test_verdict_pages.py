@@ -10,7 +10,7 @@ import torch
 
 from kvtwin.conformance.harness import verdict
 from kvtwin.conformance.lab.implementations import longflow, longflow_pages
-from kvtwin.conformance.lab.implementations.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.implementations.run import not_right, summary_of, verdict_of, wrong
 from kvtwin.reference import keydiff
 
 pytestmark = pytest.mark.slow
@@ -55,16 +55,16 @@ OVER_FP8 = (longflow_pages.NoKeyScale, longflow_pages.ScaledNumbersAreRounded, l
 def test_the_faulty_property_over_pages_is_named(implementation, judged):
     found = judged("paged", paged_decode_attention=implementation())
     named = set(OVER_PAGES[implementation].split())
-    assert wrong(found) == named, shown(found)
+    assert wrong(found) == named, summary_of(found)
     # Of several rows or heads, as most cases have, nothing else can be right, nor of a call that changes its pages.
-    assert named & {"independence", "repeatability"} or not not_right(found), shown(found)
+    assert named & {"independence", "repeatability"} or not not_right(found), summary_of(found)
 
 
 @pytest.mark.parametrize("implementation", OVER_FP8, ids=lambda implementation: implementation.__name__)
 def test_numbers_over_fp8_are_judged(implementation, judged):
     """All that is wrong is wrong over FP8 alone."""
     found = judged(decode_attention=implementation())
-    assert wrong(found) == {"accuracy"}, shown(found)
+    assert wrong(found) == {"accuracy"}, summary_of(found)
     assert {one["subject"] for one in found.properties["accuracy"].findings} == {"longflow.decode_attention[fp8]"}
 
 
@@ -75,7 +75,7 @@ def test_right_functions_over_pages_and_fp8_are_right(declared, judged):
         declared=declared, decode_attention=longflow_pages.Scaled(), paged_decode_attention=over_pages()
     )
     verdicts = {name: found.properties[name].verdict for name in PROPERTIES}
-    assert verdicts == dict.fromkeys(PROPERTIES, verdict.RIGHT), shown(found)
+    assert verdicts == dict.fromkeys(PROPERTIES, verdict.RIGHT), summary_of(found)
     assert found.judged == [
         "decode_attention", "decode_attention[fp8]", "paged_decode_attention", "paged_decode_attention[fp8]"
     ]
@@ -92,7 +92,7 @@ def test_pages_and_fp8_need_not_be_provided(judged):
         "LongFlowState", "compress_prefill", "decode_attention over FP8", "paged_decode_attention"
     ]
     found = judged(paged_decode_attention=longflow_pages.PagedWithoutScales(), declared={"fp8": ()})
-    assert found.verdict == verdict.RIGHT and found.judged == ["paged_decode_attention"], shown(found)
+    assert found.verdict == verdict.RIGHT and found.judged == ["paged_decode_attention"], summary_of(found)
     assert "fp8 = none" in found.outside
 
 
@@ -115,12 +115,12 @@ def paged_score_of_codes(pages: Any, occupied: Any, **options: Any) -> Any:
 def test_keydiff_need_not_take_fp8(judged):
     """It has no parameters that say so: TypeError does."""
     found = judged(method="keydiff", score=no_fp8)
-    assert found.judged == ["score"] and not wrong(found), shown(found)
+    assert found.judged == ["score"] and not wrong(found), summary_of(found)
     assert "not provided: theirs.keydiff.score over FP8" in found.not_provided
 
 
 @pytest.mark.parametrize(("name", "function"), [("score", score_of_codes), ("paged_score", paged_score_of_codes)])
 def test_keydiff_over_fp8_is_judged(name, function, judged):
     found = judged(method="keydiff", **{name: function})
-    assert wrong(found) == {"accuracy"}, shown(found)
+    assert wrong(found) == {"accuracy"}, summary_of(found)
     assert {one["subject"] for one in found.properties["accuracy"].findings} == {f"keydiff.{name}[fp8]"}

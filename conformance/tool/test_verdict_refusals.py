@@ -71,7 +71,7 @@ def test_a_constructor_may_refuse(judged):
     """A dtype that is refused although it is declared is not covered."""
     found = judged(RefusesConfigs)
     expected = {name: verdict.RIGHT if name == "state" else verdict.NOT_COVERED for name in CORE}
-    assert verdicts(found) == expected, run.shown(found)
+    assert verdicts(found) == expected, run.summary_of(found)
     assert {one.why for one in found.properties.values() if one.lacking} == {"not covered: bfloat16 (refused)"}
     assert found.verdict == verdict.NOT_COVERED
     assert found.refused["theirs.longflow.LongFlowState: per_head, and bfloat16"] > 0
@@ -80,7 +80,7 @@ def test_a_constructor_may_refuse(judged):
 @pytest.mark.slow
 def test_a_prompt_may_be_refused(judged):
     found = judged(RefusesPadding)
-    assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.shown(found)
+    assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.summary_of(found)
     assert found.refused["theirs.longflow.LongFlowState.prefill: padding"] > 0
 
 
@@ -90,7 +90,7 @@ def test_a_prompt_may_be_refused(judged):
 ])
 def test_what_is_refused_everywhere_is_not_covered(state, what, keyword, judged):
     found = judged(state, keyword, ties="any")  # a matrix product of prompts may round equal keys apart
-    assert not run.wrong(found) and not found.others["failed"], run.shown(found)
+    assert not run.wrong(found) and not found.others["failed"], run.summary_of(found)
     assert found.verdict == verdict.NOT_COVERED
     assert found.refused[f"theirs.longflow.LongFlowState{what}"] > 0
     assert found.properties["state"].verdict == verdict.NOT_COVERED
@@ -104,10 +104,10 @@ def test_a_class_that_is_no_state_may_refuse(tmp_path, monkeypatch):
         "thinkv", thinkv.provided(PagedCache=thinkv.OnlyFloat16), {"dtypes": ("float16",)},
         "decode_attention or thinkv_paging or thinkv_formats", tmp_path, monkeypatch,
     )
-    assert not run.wrong(found) and not found.others["failed"], run.shown(found)
+    assert not run.wrong(found) and not found.others["failed"], run.summary_of(found)
     names = ("accuracy", "decisions", "free_slots", "repeatability", "independence")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert not found.refused
 
@@ -118,7 +118,7 @@ def test_what_a_class_refuses_is_counted(tmp_path, monkeypatch):
         "thinkv", thinkv.provided(PagedCache=thinkv.OnlyFloat16), {}, "decode_attention and (numbers_are or layouts)",
         tmp_path, monkeypatch,
     )
-    assert not run.wrong(found), run.shown(found)
+    assert not run.wrong(found), run.summary_of(found)
     assert found.properties["layouts"].verdict == verdict.RIGHT
     assert found.properties["accuracy"].why == "not covered: float32 (refused), bfloat16 (refused)"
     assert found.refused["theirs.thinkv.PagedCache: dtype torch.float32"] > 0
@@ -225,7 +225,7 @@ def test_lockstep_draws_what_is_declared(judged):
     found = judged(OnlyDeclared, TESTS, **DECLARED)
     names = ("accuracy", "decisions", "state")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     # The laws' fixed scenario, and those of every option, are outside of it.
     assert not any(".prefill" in what or ".step" in what for what in found.refused), found.refused

@@ -281,7 +281,7 @@ def received_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     return error.unflatten(1, (heads, group)).mean(2) * SLACK
 
 
-def received(attention: Attention) -> Tensor:
+def received_attention(attention: Attention) -> Tensor:
     """sum_i mean_h a_hij: [B, Hkv, S] float64."""
     return attention.weight.sum(2).unflatten(1, (attention.key_value_heads, -1)).mean(2)
 

@@ -31,7 +31,7 @@ from ..fields import field
 from ..subjects import Subject, properties
 from ..ties import tie_classes, window_ties
 from ..variants import ONE, variant
-from .cake_bounds import Observed, observed, step_error
+from .cake_bounds import Observed, observation_intervals, step_error
 from .epikv import assert_inside
 
 CASES = (WindowCase, LayerBudgetsCase)
@@ -93,7 +93,7 @@ def observe_inputs(case: WindowCase) -> dict[str, Any]:
 
 def assert_observe_right(actual: Any, case: WindowCase) -> None:
     """actual: `cake.observe(**observe_inputs(case))`."""
-    found = observed(
+    found = observation_intervals(
         case.query_window, case.key, case.mask, gamma=gamma_of(case), kernel_size=case.kernel_size, scale=case.scale
     )
     with field("score"):
@@ -188,7 +188,7 @@ class Adapter(lockstep.Adapter):
         config, inputs = reference.config, lockstep.whole(prompt)
         key, occupied = inputs["key"], inputs["occupied"]
         window = min(config.window, key.shape[2])
-        self.found = observed(
+        self.found = observation_intervals(
             inputs["query"][:, :, key.shape[2] - window:], key, occupied, gamma=config.gamma,
             kernel_size=config.kernel_size, scale=reference.scale,
         )

@@ -182,7 +182,7 @@ def assert_codes(codes: Tensor, scale: Any, minimum: Any, exact: Groups, case: G
     _fail_code(tied & (found != truth), found, truth, ratio, "; halves go to the even code", fail_tie)
     contested = live[..., None].expand(found.shape)
     stats.decisions(int(contested.sum()), int((contested & (tied | (least == most))).sum()))
-    stats.adjudicated(int((contested & (found != truth)).sum()))
+    stats.adjudicate(int((contested & (found != truth)).sum()))
 
 
 def _steps(scale: Any, exact: Groups, case: GroupCase) -> tuple[Tensor, Tensor, Tensor]:

@@ -195,7 +195,7 @@ def assert_codes(actual: Tensor, scales: Any, second: Tensor | None, exact: Exac
     _fail_level("codes", tied & (index != right.likely), found, expected, "; halves go to the even code", fail_tie)
     live = (step > 0).expand(found.shape) & (exact.sizes > 0)
     stats.decisions(int(live.sum()), int((live & (tied | (right.low == right.high))).sum()))
-    stats.adjudicated(int((live & (index != right.likely)).sum()))
+    stats.adjudicate(int((live & (index != right.likely)).sum()))
 
 
 def _step(scales: Any, second: Tensor | None, exact: Exact, case: FormatsCase) -> Tensor:

@@ -124,7 +124,7 @@ def assert_sparsity_right(actual: Any, case: SparsityCase, *, allowed: Arithmeti
         )
     decisions = int(case.occupied.sum()) * open_.shape[1]
     stats.decisions(decisions, decisions - int(open_.sum()))
-    stats.adjudicated(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
+    stats.adjudicate(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
 
 
 def _judge_sparsity(actual: Tensor, case: SparsityCase) -> None:

@@ -113,6 +113,6 @@ def not_right(found: verdict.MethodVerdict) -> dict[str, str]:
     }
 
 
-def shown(found: verdict.MethodVerdict) -> dict[str, Any]:
+def summary_of(found: verdict.MethodVerdict) -> dict[str, Any]:
     """The verdict on each property, for messages of failed tests."""
     return {name: (one.verdict, one.cases, one.why, one.findings[:1]) for name, one in found.properties.items()}

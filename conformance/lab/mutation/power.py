@@ -25,7 +25,7 @@ from typing import Any
 from ...harness import environment
 from ...progress import bar, say
 from ..implementations import right
-from .verdict_server import Order, Server, taken
+from .verdict_server import Order, Server, read_answer
 
 STORED = Path(__file__).with_name("power.json")
 DEFAULT_RESULTS = Path("kvtwin-power.jsonl")
@@ -89,7 +89,7 @@ def run(orders: Sequence[Order], *, device: str, jobs: int, done: Callable[[dict
                 server.order(running[order.key])
             answer = server.answer()
             order = running.pop(answer["key"])
-            done(record(order, taken(Path(order.folder), answer), answer["seconds"]))
+            done(record(order, read_answer(Path(order.folder), answer), answer["seconds"]))
 
 
 def record(order: Order, found: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from kvtwin.conformance.cases.case import WindowCase
 from kvtwin.conformance.judge.checkers.cake import assert_observe_right, observe_inputs
-from kvtwin.conformance.judge.checkers.cake_bounds import ROUNDING, observed
+from kvtwin.conformance.judge.checkers.cake_bounds import ROUNDING, observation_intervals
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.suite.cake.test_cake import INF, both_sides, cake_of, drawn
 from kvtwin.reference.baselines import cake_prompt as rules
@@ -55,7 +55,7 @@ def observed_by_loops(query, key, occupied, gamma, kernel_size):
 
 def errors(query, key, occupied, **options):
     """The most by which float32 results of `observe` may differ from the exact ones: score, dispersion, shift."""
-    found = observed(query.float(), key.float(), occupied, **{"gamma": 200.0, "scale": None, **options})
+    found = observation_intervals(query.float(), key.float(), occupied, **{"gamma": 200.0, "scale": None, **options})
     return [
         torch.maximum(one.high - exact, exact - one.low).nan_to_num(0)       # of infinite scores, inf - inf
         for one, exact in zip((found.score, found.dispersion, found.shift), found.exact, strict=True)
