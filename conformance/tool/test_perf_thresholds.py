@@ -1,4 +1,4 @@
-"""Figures, gates and limits of a device; the files of perf/thresholds/: their entries, and the benchmarks they may name."""
+"""Figures, gates and limits of a device; the files of perf/thresholds/: their entries, and the benchmarks they name."""
 
 from __future__ import annotations
 
