@@ -82,7 +82,7 @@ def judge(case: Case, implementation: Any) -> list[str]:
         raise TypeError(f"case must be a Case, got {type(case).__name__}")
     name = getattr(implementation, "__name__", type(implementation).__name__)
     # In tests of one's own, functions around those of kvtwin deceive nobody.
-    passed = list(replay.judged(case, Facade(name, implementation, guard=Guard(OPTIMIZED))))
+    passed = list(replay.judge_case(case, Facade(name, implementation, guard=Guard(OPTIMIZED))))
     if not passed:
         raise ValueError(f"case must be of a kind that a method's checker judges, got {type(case).__name__}")
     return passed

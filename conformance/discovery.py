@@ -102,11 +102,11 @@ def _found() -> tuple[Pair, ...]:
     for name in names:
         if names.count(name) > 1:
             raise LookupError(f"two modules are called {name!r}, but names of pairs must be unique")
-    found += _pairs_of_others(dict.fromkeys(taken(), "a module of kvtwin"))
+    found += _pairs_of_others(dict.fromkeys(reserved_names(), "a module of kvtwin"))
     return tuple(sorted(found, key=lambda pair: (not pair.is_method, pair.name)))
 
 
-def taken() -> set[str]:
+def reserved_names() -> set[str]:
     """The names that another package's method cannot have: those of kvtwin's modules beside its methods."""
     folders = [_folder(package) / inner for package in (REFERENCE, OPTIMIZED) for inner in FOLDERS]
     return {path.stem for folder in folders for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}

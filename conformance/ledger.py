@@ -265,7 +265,7 @@ def problems(claims: Iterable[Claim], found: Iterable[Mark]) -> list[str]:
     return lines
 
 
-def counted(claims: Iterable[Claim]) -> str:
+def counts(claims: Iterable[Claim]) -> str:
     """How many of the papers' claims have which verdict, in words; misprints and statements of ours apart."""
     counts = Counter(claim.verdict for claim in claims)
     said = ", ".join(f"{counts[verdict]} {text}" for verdict, text in PLURALS.items() if counts[verdict])
@@ -284,7 +284,7 @@ def table(
     for method in dict.fromkeys(claim.method for claim in claims):
         own = [claim for claim in claims if claim.method == method]
         said = [claim for claim in own if claim.verdict not in APART]
-        parts += [f"**{method}**, {len(said)} claims: {counted(said) or 'none'}.", ""]
+        parts += [f"**{method}**, {len(said)} claims: {counts(said) or 'none'}.", ""]
         if method in judged:
             code = f" Released code: {judged[method].code}." if judged[method].code else ""
             parts += [f"Judged: {judged[method].version}.{code}", ""]

@@ -38,7 +38,7 @@ def check_name(name: str) -> None:
         raise ValueError(f"NAME must be a Python identifier, such as my_method, got {name!r}")
     if name.startswith("_") or not name.strip("_0123456789"):
         raise ValueError(f"NAME must begin with a letter, got {name!r}")
-    if name in discovery.taken():
+    if name in discovery.reserved_names():
         raise ValueError(f"NAME {name!r} is the name of a module of kvtwin")
     if importlib.util.find_spec(name) is not None:
         raise ValueError(f"NAME {name!r} is the name of an installed module")

@@ -14,7 +14,7 @@ from .own_methods import Method
 PACKAGE = "kvtwin.conformance.judge.checkers"
 
 
-def of(name: str) -> ModuleType | None:
+def checker_of(name: str) -> ModuleType | None:
     """The checker of a pair, None if it has none."""
     method = _method(name)
     if method is not None:
@@ -29,7 +29,7 @@ def ask(name: str, attribute: str, default: Any) -> Any:
     if method is not None and attribute == "configs":
         module, _, function = method.configs.partition(":")
         return getattr(importlib.import_module(module), function)
-    return getattr(of(name), attribute, default)
+    return getattr(checker_of(name), attribute, default)
 
 
 def _method(name: str) -> Method | None:
@@ -97,7 +97,7 @@ def small(name: str, budget: int) -> dict[str, Any]:
 
 def every() -> dict[str, ModuleType]:
     """All checkers, by the names of their pairs."""
-    found = {pair.name: of(pair.name) for pair in discovery.pairs()}
+    found = {pair.name: checker_of(pair.name) for pair in discovery.pairs()}
     return {name: judge for name, judge in found.items() if judge is not None}
 
 

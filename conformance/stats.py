@@ -182,7 +182,7 @@ def utilisation(fraction: float) -> None:
         # max() ignores NaN, since NaN compares false; infinity is not ignored.
         fraction = math.inf if math.isnan(fraction) else float(fraction)
         stats.bound_utilisation = max(fraction, stats.bound_utilisation or 0.0)
-        drifted(fraction)
+        record_drift(fraction)
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def at_step(number: int) -> None:
         _step.set(number)
 
 
-def drifted(fraction: float) -> None:
+def record_drift(fraction: float) -> None:
     """Inside `following`, record an error of this step as a fraction of its bound, also one beyond it."""
     stats, step = _current.get(), _step.get()
     if stats is not None and step is not None and step >= 0:
@@ -221,7 +221,7 @@ def exact() -> None:
         stats.exact = True
 
 
-def adjudicated(count: int) -> None:
+def adjudicate(count: int) -> None:
     """Record ``count`` choices that differed within the bounds and that the reference adopted."""
     if count < 0:
         raise ValueError(f"count must not be negative, got {count}")
@@ -254,7 +254,7 @@ def is_counting_work() -> bool:
     return _work.get() is not None
 
 
-def worked(calls: int) -> None:
+def record_work(calls: int) -> None:
     """Record how many functions a call of the implementation under test has called."""
     counts = _work.get()
     if counts is not None:
@@ -268,7 +268,7 @@ def missing(name: str) -> None:
         stats.missing[name] += 1
 
 
-def noted(what: str) -> None:
+def record_note(what: str) -> None:
     """Record what a call of the implementation under test did beside its result."""
     stats = _current.get()
     if stats is not None:
@@ -348,21 +348,21 @@ def case() -> None:
         stats.cases = (stats.cases or 0) + 1
 
 
-def touched() -> None:
+def record_access() -> None:
     """Record that the running test accesses the implementation under test."""
     stats = _current.get()
     if stats is not None:
         stats.touched = True
 
 
-def answered() -> None:
+def record_answer() -> None:
     """Record that a function under test returned."""
     stats = _current.get()
     if stats is not None:
         stats.answered += 1
 
 
-def refused(what: str) -> None:
+def record_refusal(what: str) -> None:
     """Record that a function under test does not support an argument; ``what`` names both."""
     stats = _current.get()
     if stats is not None:

@@ -137,7 +137,7 @@ def test_observe(device_benchmark, shape):
         occupied, group = torch.ones(1, shape.tokens, dtype=torch.bool, device=DEVICE), query.shape[1] // key.shape[1]
         parts = []
         for head in range(shape.key_value_heads):
-            interval = cake_bounds.observed(
+            interval = cake_bounds.observation_intervals(
                 query[-1:, head * group:(head + 1) * group], key[-1:, head:head + 1], occupied, gamma=200.0,
                 kernel_size=5, scale=None,
             )

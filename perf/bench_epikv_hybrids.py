@@ -133,7 +133,7 @@ def check_attention(layer: Layer, output: Tensor, rows: slice) -> DecodeCase:
 
 def check_sums(after: Tensor, before: Tensor, case: DecodeCase) -> None:
     """Check the attention that tokens have received, [b, S]. The new token starts at 0."""
-    more, error = epikv_hybrids.received(case.attention)
+    more, error = epikv_hybrids.received_attention(case.attention)
     total = before.double() + more
     assert_within(after, total, error + UNIT * (total + error) * SLACK, what="attention received")
 

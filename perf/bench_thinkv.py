@@ -116,7 +116,7 @@ def check_row(
     blocks = (cache.block_thoughts[row:row + 1] >= 0).sum(1)
     allowed = judge.PagedArithmetic(DTYPE, DTYPE, tiles=(blocks + 1).double())
     attention = attend(query[row:row + 1], key, value, occupied)
-    wide = judge.widened(attention, query[row:row + 1], key, allowed)
+    wide = judge.widen_logits(attention, query[row:row + 1], key, allowed)
     assert_within(
         result[0][row:row + 1], attention.output[:, :, 0], judge.attention_error(wide, allowed)[:, :, 0], what="output"
     )

@@ -127,7 +127,7 @@ def refused(function: Callable[..., Any], error: type[Exception], *says: str, **
         assert re.search(pattern, str(caught.value)), f"{str(caught.value)!r} does not say {pattern!r}"
 
 
-def converted(dtype: torch.dtype) -> Callable[[dict[str, Any]], None]:
+def convert_to(dtype: torch.dtype) -> Callable[[dict[str, Any]], None]:
     def spoil(arguments: dict[str, Any]) -> None:
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.is_floating_point():

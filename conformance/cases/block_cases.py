@@ -181,7 +181,7 @@ def positions_cases(
     )
 
 
-def sized(trace: StateTrace) -> StateTrace:
+def with_spiked_values(trace: StateTrace) -> StateTrace:
     """The trace with values whose norms decide: alternately constant values and single spikes (which ||v||_1 and
     ||v||_2 order differently), times powers of two that outweigh attention. The first token's value is 0."""
     made = dict(trace.tensors)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from . import contents
-from .layouts import REPEATED, lay_out
-from .layouts import of as layout_of
+from .layouts import REPEATED, lay_out, layout_of
 from .oracle import Attention, attend
 
 #: Every kind of case by name; subclasses register themselves.

@@ -39,7 +39,7 @@ class Call:
         return self.name
 
 
-def of(
+def calls_of(
     pair: Pair, device: torch.device, dtype: torch.dtype, head_dims: Sequence[int],
     optional: Sequence[bool] = (False, True),
 ) -> Iterator[Call]:

@@ -141,7 +141,7 @@ def _next_slot(pair: Pair, module: Any, device: torch.device) -> Made:
     return partial(setattr, state, "next_slot"), state, {"next_slot": state.next_slot.clone()}
 
 
-def spoiled(good: Any, kind: str) -> Any:
+def wrong_value(good: Any, kind: str) -> Any:
     """A wrong value for an argument. A kind of tensor needs a good argument that is a tensor; else it is None."""
     if kind in PLAIN:
         return PLAIN[kind]
@@ -201,7 +201,7 @@ def check(target: Target, wrong: Mapping[str, str], device: torch.device) -> str
     """Call the target with wrong arguments, by name -> kind of value, and assert that it behaves. Returns the error's
     message, or "" if the call was accepted."""
     function, state, good = target.make(device)
-    given = good | {name: spoiled(good[name], kind) for name, kind in wrong.items()}
+    given = good | {name: wrong_value(good[name], kind) for name, kind in wrong.items()}
     before, state_before = contents(given), contents(state)
     call = partial(function, *given.values()) if target.name.endswith(".next_slot") else partial(function, **given)
     caught: Exception | None = None

@@ -22,7 +22,7 @@ from . import contents, supported
 from .case import Case, DecodeCase
 from .fp8_cases import Fp8Case, fp8_cases
 from .key_cases import KeyCase, fp8_key_cases, key_cases
-from .layouts import MIXED, lay_out, of
+from .layouts import MIXED, lay_out, layout_of
 from .paged_states import empty_pages
 from .paged_view import PagedLayout
 from .strategies import decode_cases
@@ -70,7 +70,7 @@ class InPages(_Plain):
             return tensor
         if name.endswith("_scale"):
             return super().place(name, tensor)
-        return lay_out(tensor, of(MIXED, name) if self.layout == MIXED else "spread")
+        return lay_out(tensor, layout_of(MIXED, name) if self.layout == MIXED else "spread")
 
     @property
     def held(self) -> Tensor:

@@ -12,7 +12,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from . import guarded, turns
+from . import gpu_memory, guarded
 
 #: Names of layouts. Those in REPEATED repeat an axis (stride 0), so their contents are equal along it. "apart": values
 #: are a slice of a larger tensor, such as a fused projection, and everything else is contiguous.
@@ -61,7 +61,7 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     return view.copy_(tensor)
 
 
-def of(layout: str, name: str) -> str:
+def layout_of(layout: str, name: str) -> str:
     """The layout of the tensor with this name, in a case with this layout."""
     if layout == MIXED:
         return next((own for part, own in _OWN.items() if part in name), "contiguous")
@@ -94,7 +94,7 @@ def untouched(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         # Gigabytes of a size that is rarely reused: first wait for the processes that hold as much, and free the blocks
         # that the allocator cached for earlier tensors of this kind, and such tensors not yet garbage-collected.
-        turns.take_memory_of(device)
+        gpu_memory.lock_memory(device)
         gc.collect()
         torch.cuda.empty_cache()
         return torch.empty(count, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ FILLS = (0, 0x7F, 0xFF)
 
 
 @contextmanager
-def filled(byte: int) -> Iterator[None]:
+def memory_filled_with(byte: int) -> Iterator[None]:
     """Memory is allocated with this byte in it instead of old contents."""
 
     def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -53,7 +53,7 @@ class Load:
             self.matrix.add_(1)
 
 
-def scattered(device: torch.device, seed: int, blocks: int = 12) -> list[Tensor]:
+def scatter_allocations(device: torch.device, seed: int, blocks: int = 12) -> list[Tensor]:
     """Allocations of random sizes up to 64 MB, of which every second one is freed again. While the caller keeps the
     rest, later allocations lie elsewhere, in memory that holds -1, or NaN."""
     sizes = random.Random(seed)

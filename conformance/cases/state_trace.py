@@ -10,8 +10,7 @@ from torch import Tensor
 
 from . import contents
 from .case import Case
-from .layouts import REPEATED, lay_out
-from .layouts import of as layout_of
+from .layouts import REPEATED, lay_out, layout_of
 
 #: Factors on the queries of layers 0, 1, 2, ..., again from the first one after the last. They are exact.
 LAYER_FACTORS = (1.0, 0.125, 0.5, 0.0)

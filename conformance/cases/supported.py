@@ -36,7 +36,7 @@ def among(options: Iterable[T], fits: Callable[[T], bool], what: str) -> list[T]
     if not found:
         import hypothesis
 
-        stats.refused(f"not declared: {what}")
+        stats.record_refusal(f"not declared: {what}")
         hypothesis.reject()
     return found
 

@@ -170,7 +170,7 @@ class Call:
             finally:
                 sys.setprofile(before[0])
                 threading.setprofile(before[1])
-                stats.worked(self.work)
+                stats.record_work(self.work)
                 self.found += [f"replaces {what}" for what in places.changed(originals)]
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -195,7 +195,7 @@ class Call:
         says = f"{'is' if by_harness else 'calls'} {module}.{function}"
         if part == "optimized":
             if not self.noted:
-                stats.noted(f"{self.name} {says}")
+                stats.record_note(f"{self.name} {says}")
             self.noted = True
         else:
             self.found.append(says)

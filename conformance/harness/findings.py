@@ -16,7 +16,7 @@ PACKAGE = __package__.removesuffix(".harness")
 FOLDER = Path(__file__).resolve().parents[1]
 
 
-def of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins) -> dict[str, Any]:
+def finding_of(item: pytest.Item, error: BaseException, judged: str | None, twins: Twins) -> dict[str, Any]:
     """The finding of a failed test, as plain values. judged: the property of the test; None if it has none."""
     # These import torch, which a run that only collects tests does not need.
     from .. import stats

@@ -30,7 +30,7 @@ def main(implementation: str | None) -> None:
     os.dup2(2, 1)
     from .. import registry
     from ..judge import subjects
-    from ..judge.calls import returned
+    from ..judge.calls import returned_tensors
     from .impl import Twins
 
     registry.every()
@@ -40,7 +40,7 @@ def main(implementation: str | None) -> None:
         subject = every[fields.pop("subject")]
         try:
             case = saved.from_description(fields)
-            found: dict[str, Any] = digests(returned(subject, subject.module(side), subject.inputs(case)))
+            found: dict[str, Any] = digests(returned_tensors(subject, subject.module(side), subject.inputs(case)))
         except Exception as error:
             found = {"error": f"{type(error).__name__}: {error}"}
         release()

@@ -28,11 +28,11 @@ import pytest
 
 from .. import capabilities, discovery, stats
 from ..capabilities import Capabilities
-from ..judge.lacking import absent, asked
+from ..judge.lacking import absent, is_read_by_the_suite
 from ..refusals import ENVIRONMENT, EnvironmentLimit, NotProvided
 from . import naming, survival, wording
 from .fair_play import Guard
-from .manners import observed
+from .manners import note_effects
 from .returned import as_tensor, check_attributes, normalise
 
 MISSING: Any = object()
@@ -200,7 +200,7 @@ class Method:
         found = getattr(self._module, name, MISSING)
         if found is MISSING or found is None:
             raise NotProvided(f"{self._name}.{name}")
-        stats.touched()
+        stats.record_access()
         result = _result_type(self._pair.reference, name)
         if not callable(found):
             return found
@@ -228,10 +228,10 @@ def _judgeable(
             _refused(f"{name}: {outside} (declared)")
         late = survival.over()
         if late is not None:
-            stats.noted(f"{name} is not called after {late}, the time of the run (--time-limit)")
+            stats.record_note(f"{name} is not called after {late}, the time of the run (--time-limit)")
             raise NotProvided(f"{name} within {late} (--time-limit)")
         try:
-            with observed(name), survival.watched(name), guard.call(name):
+            with note_effects(name), survival.ending_calls(name), guard.call(name):
                 returned = function(*args, **kwargs)
                 returned = as_tensor(returned) if result is None else normalise(returned, result, name)
                 if of_state:
@@ -243,7 +243,7 @@ def _judgeable(
             if limit is None:
                 raise
             _refused(f"{ENVIRONMENT}{name}: {limit}", EnvironmentLimit(limit))
-        stats.answered()
+        stats.record_answer()
         return returned
 
     return call
@@ -259,20 +259,20 @@ def _refusing(
     found: type, ours: type, methods: Sequence[str], supported: Capabilities, name: str, guard: Guard
 ) -> type:
     """A subclass of the class `found` whose constructor and methods count, and may refuse."""
-    def of(method: str, label: str) -> Callable[..., Any]:
+    def refusing(method: str, label: str) -> Callable[..., Any]:
         return _judgeable(
             getattr(found, method), getattr(ours, method), supported, None, label, guard, of_state=True
         )
 
     members: dict[str, Any] = {
-        method: of(method, f"{name}.{method}") for method in methods if callable(getattr(found, method, None))
+        method: refusing(method, f"{name}.{method}") for method in methods if callable(getattr(found, method, None))
     }
     for attribute in dir(found):
         value = inspect.getattr_static(found, attribute, None)
         if isinstance(value, property) and value.fget is not None and not attribute.startswith("_"):
             get = guard.reading(f"{name}.{attribute}", _plain(value.fget))
             members[attribute] = property(get, value.fset, value.fdel)
-    members["__init__"] = of("__init__", name)
+    members["__init__"] = refusing("__init__", name)
     own = getattr(found, "__getattr__", None)
 
     def fallback(self: Any, attribute: str) -> Any:
@@ -282,13 +282,13 @@ def _refusing(
             value = own(self, attribute)
         except AttributeError:
             raise absent(self, attribute) from None
-        if value is None and asked(attribute, ours):
+        if value is None and is_read_by_the_suite(attribute, ours):
             raise absent(self, attribute)
         return value
 
     def read(self: Any, attribute: str) -> Any:
         value = found.__getattribute__(self, attribute)  # type: ignore[call-arg]
-        if value is None and asked(attribute, ours):
+        if value is None and is_read_by_the_suite(attribute, ours):
             raise absent(self, attribute)
         return value
 
@@ -317,7 +317,7 @@ def _refused(what: str, error: NotProvided | None = None) -> NoReturn:
 
     from ..cases import supported  # imports hypothesis
 
-    stats.refused(what)
+    stats.record_refusal(what)
     if hypothesis.currently_in_test_context() and not supported.gives_up():
         hypothesis.reject()
     raise error or NotProvided(what)

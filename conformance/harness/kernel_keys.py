@@ -15,7 +15,7 @@ from types import ModuleType
 from .. import discovery
 
 
-def settle() -> None:
+def compute_keys() -> None:
     """Compute the keys of all kernels and device functions of kvtwin, in one order.
 
     Imports the modules of the optimized side. Without effect on keys that were computed before. Not for the

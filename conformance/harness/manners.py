@@ -23,7 +23,7 @@ INTERPRETER = Path("triton", "runtime", "interpreter.py").parts
 
 
 @contextmanager
-def observed(name: str) -> Iterator[None]:
+def note_effects(name: str) -> Iterator[None]:
     """Note what the call `name` does beside its result, and undo it."""
     before = _settings()
     try:
@@ -33,11 +33,11 @@ def observed(name: str) -> Iterator[None]:
     finally:
         for what, value in _settings().items():
             if value != before[what]:
-                stats.noted(f"{name} changes {what}")
+                stats.record_note(f"{name} changes {what}")
                 _restore(what, before[what])
         for one in caught:
             if Path(one.filename).parts[-3:] != INTERPRETER:
-                stats.noted(f"{name} warns: {one.category.__name__}: {wording.first_line(one.message)}")
+                stats.record_note(f"{name} warns: {one.category.__name__}: {wording.first_line(one.message)}")
 
 
 def _settings() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..capabilities import DTYPES, FP8
-from .wording import counted
+from .wording import counted_noun
 
 if TYPE_CHECKING:
     from ..stats import JudgedCase
@@ -101,7 +101,7 @@ def _rounded_down(number: float) -> int:
     return math.floor(number / digits) * digits
 
 
-def described(judged: Iterable[JudgedCase]) -> dict[str, Any]:
+def described_cases(judged: Iterable[JudgedCase]) -> dict[str, Any]:
     """The dtypes and layouts of judged cases, with how many have each; the number of their rows, and their largest
     number of slots or tokens."""
     found = list(judged)
@@ -115,8 +115,8 @@ def described(judged: Iterable[JudgedCase]) -> dict[str, Any]:
 def sizes(one: Mapping[str, Any]) -> str:
     """What `described` found, as words: "float32 12, float16 8; up to 48 slots; 31 rows; layouts: contiguous 20"."""
     parts = [_counts(one["dtypes"])] if one["dtypes"] else []
-    parts += [f"up to {counted(one['slots'], 'slot')}"] if one["slots"] else []
-    parts += [counted(one["rows"], "row")] if one["rows"] else []
+    parts += [f"up to {counted_noun(one['slots'], 'slot')}"] if one["slots"] else []
+    parts += [counted_noun(one["rows"], "row")] if one["rows"] else []
     parts += [f"layouts: {_counts(one['layouts'])}"] if one["layouts"] else []
     return "; ".join(parts)
 

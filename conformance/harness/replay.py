@@ -33,7 +33,7 @@ def judged_fields(case: cases.Case, side: Any, subject: Subject) -> Iterator[tup
         try:
             subject.check(module, case, name)
         except Exception as error:
-            yield f"{subject}.{name}", said(error).removeprefix(f"{name}: ")
+            yield f"{subject}.{name}", message_of(error).removeprefix(f"{name}: ")
         else:
             yield f"{subject}.{name}", None
     if isinstance(subject, subjects.StateSubject) or case.content == "given":  # no other contents can be drawn
@@ -45,18 +45,18 @@ def judged_fields(case: cases.Case, side: Any, subject: Subject) -> Iterator[tup
         try:
             check(subject, module, case)
         except Exception as error:
-            yield f"{subject}, {what}", said(error)
+            yield f"{subject}, {what}", message_of(error)
         else:
             yield f"{subject}, {what}", None
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The message of an error, with its class if the implementation raised it, not the judge."""
     judges = isinstance(error, AssertionError | MissingField) or type(error).__name__ == "NotProvided"
     return str(error) if judges else f"{type(error).__name__}: {error}"
 
 
-def judged(case: cases.Case, side: Any) -> Iterator[str]:
+def judge_case(case: cases.Case, side: Any) -> Iterator[str]:
     """Judge a case with every check that applies to it. Yields a line per passed check; raises AssertionError.
 
     side: the implementation under test, like `twins.optimized`.
@@ -145,7 +145,7 @@ def _replay(case: cases.Case, label: str | None, twins: Any) -> int:
     subject = next((one for one in subjects.every() if str(one) == label), None)
     try:
         if subject is None:
-            for line in judged(case, twins.optimized):
+            for line in judge_case(case, twins.optimized):
                 say(f"  {line}")
             return 0
         with capabilities.use(twins.capabilities(subject.method)):
@@ -154,7 +154,7 @@ def _replay(case: cases.Case, label: str | None, twins: Any) -> int:
                 say(f"  {name}: {'right' if wrong is None else wrong}")
     except (NotProvided, Exception) as error:
         failures += 1
-        say(f"  {said(error)}")
+        say(f"  {message_of(error)}")
     return failures
 
 

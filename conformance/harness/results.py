@@ -75,7 +75,7 @@ class Result:
     def as_dict(self) -> dict[str, Any]:
         plain = asdict(self) | {"claims": list(self.claims), "cases": self.cases or 0}
         del plain["judged"]
-        return plain | power.described(self.judged.values())
+        return plain | power.described_cases(self.judged.values())
 
 
 @dataclass

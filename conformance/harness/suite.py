@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from .. import capabilities, discovery, interpreter, stats
-from ..cases import draws, failures, turns
+from ..cases import draws, failures, gpu_memory
 from ..judge.fields import MissingField
 from ..own_methods import MethodError
 from ..refusals import EnvironmentLimit, NotProvided
@@ -73,11 +73,11 @@ def _release_memory() -> None:
     import torch
 
     cases.forget()
-    if turns.held():
+    if gpu_memory.is_locked_here():
         gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
-    turns.give_back()
+    gpu_memory.release()
 
 
 #: Python's garbage collector starts after so many new objects. The interpreter makes 700, the default, in 1 ms.
@@ -172,7 +172,7 @@ class Suite:
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, Any, Any]:
         if not self.backend.interpreter:
-            kernel_keys.settle()
+            kernel_keys.compute_keys()
         enabled = gc.isenabled()
         gc.disable()
         try:
@@ -274,9 +274,9 @@ class Suite:
             draws.until_decided, test, findings.test_id(pyfuncitem), *least, dtypes_of(pyfuncitem, self.implementation)
         )
         on_gpu = self.backend.device.type == "cuda"
-        pyfuncitem.obj = functools.partial(turns.when_memory_is_free, decided) if on_gpu else decided
+        pyfuncitem.obj = functools.partial(gpu_memory.when_memory_is_free, decided) if on_gpu else decided
         try:
-            with turns.between_examples(test, _release_memory) if on_gpu else nullcontext():
+            with gpu_memory.between_examples(test, _release_memory) if on_gpu else nullcontext():
                 return (yield)
         finally:
             pyfuncitem.obj = test
@@ -290,7 +290,7 @@ class Suite:
         facts = item.stash[FACTS]
         fails = made.failed or hasattr(made, "wasxfail")
         if fails and error is not None and call.when == "call":
-            facts = facts | {"finding": findings.of(item, error, facts["judges"], self.twins)}
+            facts = facts | {"finding": findings.finding_of(item, error, facts["judges"], self.twins)}
         results.annotate(made, error, facts, item.stash[STATS])
         return made
 

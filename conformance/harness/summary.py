@@ -98,7 +98,7 @@ def claim_lines(found: Iterable[Result]) -> list[str]:
         if not checked:
             continue
         said = [sum(claim.verdict not in ledger.APART for claim in claims) for claims in (checked, own)]
-        shown = ledger.counted(claim for claim in checked if outcomes[claim.id] == "passed")
+        shown = ledger.counts(claim for claim in checked if outcomes[claim.id] == "passed")
         failed = ", ".join(claim.id for claim in checked if outcomes[claim.id] == "failed")
         parts = [part for part in (shown, f"FAILED: {failed}" if failed else "") if part]
         lines.append(f"claims of {method}: {said[0]} of {said[1]} checked: {'; '.join(parts)}")

@@ -128,8 +128,8 @@ def start() -> Watch | None:
 
 
 @contextmanager
-def watched(name: str) -> Iterator[None]:
-    """Around a call of the implementation under test. Raises EndsCall or turns.TakenMemory."""
+def ending_calls(name: str) -> Iterator[None]:
+    """Around a call of the implementation under test. Raises EndsCall or gpu_memory.TakenMemory."""
     try:
         if _watch:
             with _watch[0].call(name):
@@ -148,13 +148,13 @@ def watched(name: str) -> Iterator[None]:
 
 def _out_of_memory(name: str, said: str) -> Exception:
     """The error for a call that ran out of a GPU's memory: EndsCall, unless it is other processes that hold it."""
-    from ..cases import turns
+    from ..cases import gpu_memory
 
-    held = turns.held_by_others() if _uses_cuda() else 0
+    held = gpu_memory.bytes_of_others() if _uses_cuda() else 0
     if not held:
         return EndsCall(f"{name}: {said}")
     holds = f"of which other processes hold {held / 2**30:.0f} GiB"
-    return turns.TakenMemory(f"{name} ran out of the GPU's memory, {holds}: {said}")
+    return gpu_memory.TakenMemory(f"{name} ran out of the GPU's memory, {holds}: {said}")
 
 
 def _uses_cuda() -> bool:

@@ -72,7 +72,7 @@ class Judgement:
     wrong: int = 0  # wrong decisions on the recorded traces, and in the cases of the findings
     elements: int = 0  # numbers that were compared within a finite bound
     launches: int = 0  # calls that were compared bit by bit with earlier ones
-    described: dict[str, Any] = field(default_factory=lambda: power.described(()))  # of its cases
+    described: dict[str, Any] = field(default_factory=lambda: power.described_cases(()))  # of its cases
     lacking: dict[str, str] = field(default_factory=dict)  # of a core property: dtypes in which it is not judged -> why
     unit: str = power.CASES  # what `limit` counts: power.UNITS
     limit: float | None = None  # with 95 % confidence, fewer than this share is wrong; None: unknown
@@ -228,7 +228,7 @@ def _attribute_errors(properties: Mapping[str, Judgement]) -> None:
     cause: one that simpler cases have shown to be the error's, else the one with the plainest case."""
     raised: dict[tuple[str, str], list[str]] = {}
     for name, judged in properties.items():
-        said = {wording.raised(str(one.get("message"))) for one in judged.findings}
+        said = {wording.error_and_place(str(one.get("message"))) for one in judged.findings}
         error = said.pop() if len(said) == 1 and judged.verdict == WRONG and name not in OF_CALLS else None
         if error is not None:
             raised.setdefault(error, []).append(name)
@@ -281,7 +281,7 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
         if result not in elsewhere and result.outcome in ("passed", "failed", "error", "xfailed")
     ]
     judged = _judged(counting)
-    made.cases, made.described = len(judged), power.described(judged.values())
+    made.cases, made.described = len(judged), power.described_cases(judged.values())
     for result in counting:
         made.cases += 1 if result.cases is None else result.cases - len(result.judged)
         made.elements, made.launches = made.elements + result.elements, made.launches + result.launches
@@ -301,7 +301,7 @@ def _of_property(name: str, found: Sequence[Result], supported: Capabilities, de
     made.verdict, made.why = _verdict(name, made, tests, called, supported, device)
     if made.verdict == NOT_COVERED and elsewhere:
         causes = sorted({str(result.finding.get("property")).replace("_", " ") for result in elsewhere})
-        made.why = f"{wording.counted(made.cases, 'case')}: its tests failed because of {', '.join(causes)}"
+        made.why = f"{wording.counted_noun(made.cases, 'case')}: its tests failed because of {', '.join(causes)}"
     if name in WITHOUT and made.verdict == NOT_COVERED and not called and tests:
         made.applies = not all(is_lacking(result) for result in tests)
         made.why = made.why if made.applies else f"nothing that it provides {WITHOUT[name]}"

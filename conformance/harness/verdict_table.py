@@ -62,7 +62,7 @@ def _described(found: MethodVerdict) -> str:
         "dtypes": dtypes, "slots": max(one["slots"] for one in each), "rows": sum(one["rows"] for one in each),
         "layouts": {},
     })
-    return f"cases: {text}" + (f"; {wording.counted(len(layouts), 'layout')}" if layouts else "") if dtypes else ""
+    return f"cases: {text}" + (f"; {wording.counted_noun(len(layouts), 'layout')}" if layouts else "") if dtypes else ""
 
 
 def _causes(found: MethodVerdict, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -99,7 +99,7 @@ def _coverage(found: MethodVerdict, verbose: bool) -> Iterator[str]:
     if found.missing:
         yield f"fields that it does not return: {', '.join(sorted(found.missing))}"
     for what, count in found.notes.most_common(None if verbose else MOST_NOTES):
-        yield f"note: {_cut(what, verbose)} ({wording.counted(count, 'call')})"
+        yield f"note: {_cut(what, verbose)} ({wording.counted_noun(count, 'call')})"
     if found.judged:
         yield f"judged: {', '.join(found.judged)}"
     if found.not_provided:

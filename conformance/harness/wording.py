@@ -37,7 +37,7 @@ def without(message: str, field: str | None) -> str:
     return message.removeprefix(f"{field}: ")
 
 
-def counted(count: int, what: str) -> str:
+def counted_noun(count: int, what: str) -> str:
     """ "1 test", "2 tests"."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
@@ -77,7 +77,7 @@ def plainly(error: BaseException, tests: Path) -> str:
     return "\n".join([first, *place, *lines[1:]])
 
 
-def raised(message: str) -> tuple[str, str] | None:
+def error_and_place(message: str) -> tuple[str, str] | None:
     """The error, without its numbers, and its place in a message of `plainly` about an error that the implementation
     raises; None for other messages."""
     first, *lines = message.splitlines() or [""]

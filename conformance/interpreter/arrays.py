@@ -1,8 +1,8 @@
-"""Compile a tape (tape.py) to one Python function of arrays.
+"""Compile a recording (recordings.py) to one Python function of arrays.
 
 The builder wraps each array that it computes, checks the array's size against its type, and unwraps it for the next
 request. For the methods in METHODS, this module knows the computation and emits only that, as Python source compiled
-once per kind of tape. internals.py lists the sources of these methods. All other methods are called as usual.
+once per kind of recording. internals.py lists the sources of these methods. All other methods are called as usual.
 
 A scalar or row that is broadcast to a block is not copied if the block is an operand of an elementwise operation: the
 operation gives the same result for the scalar or row itself, except for the sign and payload of a NaN.
@@ -45,14 +45,14 @@ UNARY = {
 
 @dataclass(eq=False)
 class Value:
-    """A value of the tape, as expressions in the generated source: an array with its type, or any other object."""
+    """A value of the recording, as expressions in the generated source: an array with its type, or any other object."""
 
-    real: Any  # the value when the tape was recorded
+    real: Any  # the value when the recording was made
     array: str = ""
     dtype: str = ""
     name: str = ""  # the name of the handle, or of the object if it is not a handle
     source: int | None = None  # the input that it takes its element type from
-    thin: tuple[str, tuple[int, ...]] | None = None  # the array before it is broadcast to a block, and its shape
+    compact: tuple[str, tuple[int, ...]] | None = None  # the array before it is broadcast to a block, and its shape
 
     @property
     def numpy_type(self) -> Any:
@@ -75,7 +75,7 @@ class _Listener:
 
 
 class Compiler:
-    """Compiles tapes of one interpreter."""
+    """Compiles recordings of one interpreter."""
 
     def __init__(self, interpreter: ModuleType) -> None:
         accesses = {"create_load", "create_store"}
@@ -106,7 +106,7 @@ class Compiler:
 
 
 class _Writer:
-    """Generates the source of one tape."""
+    """Generates the source of one recording."""
 
     def __init__(self, compiler: Compiler, handles: Sequence[Any]) -> None:
         self.compiler = compiler
@@ -187,11 +187,11 @@ class _Writer:
 
     def _array(self, value: Value) -> str:
         if not value.array:
-            assert value.thin is not None
+            assert value.compact is not None
             value.array = f"a_{len(self.lines)}"
             shape, kind = self._name(value.real.data.shape), self._name(value.numpy_type)
             self.space["empty"] = np.empty
-            self.lines += [f"{value.array} = empty({shape}, {kind})", f"{value.array}[...] = {value.thin[0]}"]
+            self.lines += [f"{value.array} = empty({shape}, {kind})", f"{value.array}[...] = {value.compact[0]}"]
         return value.array
 
     def _request(self, method: Callable[..., Any], values: list[Value], real: Any) -> Value:
@@ -245,15 +245,15 @@ class _Writer:
 
     def _operands(self, real: Any, *values: Value) -> list[str]:
         """The arrays of operands: before broadcasting, if the result is the same."""
-        if any(value.thin for value in values):
-            thin = [value.thin or (self._array(value), value.real.data.shape) for value in values]
+        if any(value.compact for value in values):
+            compact = [value.compact or (self._array(value), value.real.data.shape) for value in values]
             try:
-                shape = np.broadcast_shapes(*(shape for _, shape in thin))
+                shape = np.broadcast_shapes(*(shape for _, shape in compact))
             except ValueError:
                 shape = ()
             if shape == real.data.shape:
                 self.flat = True
-                return [array for array, _ in thin]
+                return [array for array, _ in compact]
         return [self._array(value) for value in values]
 
     def _binary_op(self, operation: Any, real: Any, lhs: Value, rhs: Value) -> Value | None:
@@ -307,13 +307,13 @@ class _Writer:
         return self._computed(f"{self._array(value)}[{self._name(index)}]", real, value)
 
     def _create_broadcast(self, _: Any, real: Any, value: Value, shape: Value) -> Value:
-        return Value(real, dtype=value.dtype, source=value.source, thin=(self._array(value), value.real.data.shape))
+        return Value(real, dtype=value.dtype, source=value.source, compact=(self._array(value), value.real.data.shape))
 
     def _create_splat(self, _: Any, real: Any, target: Value, value: Value) -> Value | None:
         if real.data.dtype != value.numpy_type:
             return None
         self._look_at_type(value)
-        return Value(real, dtype=value.dtype, source=value.source, thin=(self._array(value), value.real.data.shape))
+        return Value(real, dtype=value.dtype, source=value.source, compact=(self._array(value), value.real.data.shape))
 
     def _create_addptr(self, _: Any, real: Any, pointer: Value, offset: Value) -> Value | None:
         width = max(1, pointer.real.get_element_ty().primitive_bitwidth // 8)
@@ -371,4 +371,4 @@ class _Writer:
 
 @cache
 def _compiled(source: str) -> CodeType:
-    return compile(source, "<tape>", "exec")
+    return compile(source, "<recording>", "exec")

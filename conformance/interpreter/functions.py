@@ -1,12 +1,12 @@
-"""Tapes of the functions of Triton's standard library (tape.py): sum, max, argmax, zeros_like, cdiv and others.
+"""Recordings of the functions of Triton's standard library (recordings.py): sum, max, argmax, cdiv and others.
 
-These are device functions: Python functions that call language functions. What they request from the builder depends
-on the types of their tensors and on their other arguments. So a tape can hold all requests of a call, and replaying it
-skips their Python code. A reduction computes on an array in the interpreter, without a request to the builder; while a
-call is recorded, it becomes a request.
+These are device functions: Python functions that call language functions. What they request from the builder depends on
+the types of their tensors and on their other arguments. So a recording can hold all requests of a call, and replaying
+it skips their Python code. A reduction computes on an array in the interpreter, without a request to the builder; while
+a call is recorded, it becomes a request.
 
-Kernels' own device functions have no tapes. They are called with too many combinations of types, and most of them read
-the value of a tensor, such as the bound of a loop.
+Kernels' own device functions have no recordings. They are called with too many combinations of types, and most of them
+read the value of a tensor, such as the bound of a loop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from . import internals
-from .tape import MOST_TAPES, Recorder, Refused, Tapes, real_of
+from .recordings import MOST_RECORDINGS, Recorder, Recordings, Refused, real_of
 
 
-def tape_functions(interpreter: ModuleType, tapes: Tapes) -> None:
-    """Give the functions of the standard library tapes, if the interpreter's reductions are those that are known."""
+def record_functions(interpreter: ModuleType, recordings: Recordings) -> None:
+    """Make recordings of the standard library, if the interpreter's reductions are those that are known."""
     if not internals.has_sources(interpreter, internals.REDUCTIONS):
         return
     kind, language = interpreter.InterpretedFunction, interpreter.tl
@@ -31,13 +31,13 @@ def tape_functions(interpreter: ModuleType, tapes: Tapes) -> None:
 
     @wraps(original)
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        taped = vars(self).get("_kvtwin_taped")
-        if taped is None:
-            taped = partial(original, self)
+        recorded = vars(self).get("_kvtwin_recorded")
+        if recorded is None:
+            recorded = partial(original, self)
             if self.fn.__module__ == standard:
-                taped = taped_function(tapes, taped)
-            self._kvtwin_taped = taped
-        return taped(*arguments, **named)
+                recorded = recorded_function(recordings, recorded)
+            self._kvtwin_recorded = recorded
+        return recorded(*arguments, **named)
 
     kind.__call__ = call
     patch, reductions = interpreter._patch_reduce_scan, Reductions(interpreter)
@@ -47,41 +47,41 @@ def tape_functions(interpreter: ModuleType, tapes: Tapes) -> None:
         patch(scope)
         for owner in (language, language.core):
             for name in ("reduce", "associative_scan"):
-                scope.set_attr(owner, name, partial(_requested, tapes, reductions, getattr(owner, name)))
+                scope.set_attr(owner, name, partial(_requested, recordings, reductions, getattr(owner, name)))
 
     interpreter._patch_reduce_scan = patch_reduce_scan  # type: ignore[attr-defined]
 
 
-def taped_function(tapes: Tapes, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with tapes. The first call with a key records one; later ones play it."""
+def recorded_function(recordings: Recordings, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with recordings. The first call with a key records one; later ones play it."""
     known: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
 
     def member(*arguments: Any, _semantic: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
     def call(*arguments: Any, **named: Any) -> Any:
-        if tapes.plain:
+        if recordings.plain:
             return function(*arguments, **named)
         try:
-            key, handles = tapes.key(arguments, named)
+            key, handles = recordings.key(arguments, named)
         except Refused:
             return function(*arguments, **named)
         play = known.get(key)
         if play is not None:
             return play(*handles)
-        if key in known or len(known) >= MOST_TAPES:
+        if key in known or len(known) >= MOST_RECORDINGS:
             return function(*arguments, **named)
-        returned, known[key] = tapes.record(member, arguments, named, handles, several=True)
+        returned, known[key] = recordings.record(member, arguments, named, handles, several=True)
         return returned
 
     return call
 
 
 def _requested(
-    tapes: Tapes, reductions: Reductions, function: Callable[..., Any], *arguments: Any, **named: Any
+    recordings: Recordings, reductions: Reductions, function: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
     """Call a reduction or scan. While a call is recorded, make it a request."""
-    recorder = tapes.semantic.builder
+    recorder = recordings.semantic.builder
     if type(recorder) is not Recorder:
         return function(*arguments, **named)
     given, *rest = arguments
@@ -89,7 +89,7 @@ def _requested(
     attributes: list[dict[str, Any]] = [tensor.__dict__ for tensor in tensors]
 
     def of_handles(*handles: Any) -> Any:
-        made = tuple(map(tapes.tensor_of, handles, attributes))
+        made = tuple(map(recordings.tensor_of, handles, attributes))
         return function(made if given is tensors else made[0], *rest, **named)
 
     def request(*handles: Any) -> Any:
@@ -99,10 +99,10 @@ def _requested(
     handles = tuple(tensor.handle for tensor in tensors)
     returned = of_handles(*map(real_of, handles))
     if type(returned) is not tuple:
-        quick = reductions.of(function, returned.handle, *rest, **named)
-        return tapes.tensor_of(recorder.add(quick or request, handles, returned.handle), vars(returned))
+        quick = reductions.reduction_of(function, returned.handle, *rest, **named)
+        return recordings.tensor_of(recorder.add(quick or request, handles, returned.handle), vars(returned))
     answers = recorder.add(request, handles, tuple([part.handle for part in returned]))
-    return tuple(tapes.tensor_of(answer, vars(part)) for answer, part in zip(answers, returned, strict=True))
+    return tuple(recordings.tensor_of(answer, vars(part)) for answer, part in zip(answers, returned, strict=True))
 
 
 class Reductions:
@@ -116,7 +116,7 @@ class Reductions:
             standard._elementwise_min: numpy.nanmin,
         }
 
-    def of(
+    def reduction_of(
         self, function: Callable[..., Any], real: Any, axis: Any, combine_fn: Any, keep_dims: bool = False
     ) -> Callable[[Any], Any] | None:
         """The reduction of one tensor, as a function of its handle that makes a handle like `real`. None for others."""

@@ -5,8 +5,8 @@ restores the functions afterwards. It repeats this at every call of a device fun
 functions are already replaced. This takes about a third of the time of a kernel that is made of small functions.
 `accelerate` removes the repetition. It also caches several lookups: the functions of a module, the numpy type of a
 Triton type, the conversion of two operands by their types, and the requests of a language function to the builder
-(tape.py). It skips the second computation of integer sums, which detects an overflow that is not reported. None of this
-changes what is computed.
+(recordings.py). It skips the second computation of integer sums, which detects an overflow that is not reported. None
+of this changes what is computed.
 
 Every function here requires an interpreter for which `internals.problems` finds nothing.
 """
@@ -23,10 +23,10 @@ import numpy as np
 
 from .arrays import Compiler
 from .frames import reserve_frames
-from .functions import tape_functions
+from .functions import record_functions
 from .internals import CONVERSIONS, has_sources
 from .launch import Members, copy_nothing, remember_arguments, remember_parameters, remember_patches
-from .tape import TAPED, Tapes
+from .recordings import RECORDED, Recordings
 
 MOST_NUMBERS = 10_000  # cached as tensors of a few hundred bytes each
 
@@ -267,7 +267,7 @@ def _remember(interpreter: ModuleType) -> None:
     builtins, one = interpreter._patch_builtin, interpreter._patch_attr
     semantic = interpreter.interpreter_semantic
     own = semantic.builder  # while a call is recorded, the semantic has another one
-    tapes = Tapes(semantic, interpreter.tl, Compiler(interpreter))
+    recordings = Recordings(semantic, interpreter.tl, Compiler(interpreter))
 
     @cache
     def members(pkg: Any) -> list[tuple[str, Any]]:
@@ -281,7 +281,7 @@ def _remember(interpreter: ModuleType) -> None:
 
     @cache
     def with_semantic(name: str, member: Any) -> Any:
-        return tapes.taped(member) if name in TAPED else _with_semantic(member, semantic)
+        return recordings.with_recordings(member) if name in RECORDED else _with_semantic(member, semantic)
 
     @wraps(builtins)
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
@@ -292,8 +292,8 @@ def _remember(interpreter: ModuleType) -> None:
         for name, member in members(pkg):
             one(pkg, name, member, builder, scope)
 
-    tape_functions(interpreter, tapes)
-    patch_builtin.tapes = tapes  # type: ignore[attr-defined]
+    record_functions(interpreter, recordings)
+    patch_builtin.recordings = recordings  # type: ignore[attr-defined]
     interpreter._patch_builtin = patch_builtin  # type: ignore[attr-defined]
 
 

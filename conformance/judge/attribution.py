@@ -82,7 +82,7 @@ def _has(subject: Subject, case: Case, one: str) -> bool:
     """True if the case has the distinction of this property. Contents distinguish two properties, ties and extreme
     numbers."""
     if one in ("ties", "extreme_numbers"):
-        return getattr(case, "content", None) in subject.aspects.get(one, {}).get("content", ())
+        return getattr(case, "content", None) in subject.properties.get(one, {}).get("content", ())
     return neutral(subject, case, one) != neutral(subject, case)
 
 

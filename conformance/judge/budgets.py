@@ -84,7 +84,7 @@ def assert_budgets_right(
         decisive[row] = possible is not None and len(possible.unique(dim=0)) == 1
     verdict = Verdict(scored, decisive, scored & (budgets != truth).any(-1))
     stats.decisions(int(scored.sum()), int(decisive.sum()))
-    stats.adjudicated(int(verdict.adjudicated.sum()))
+    stats.adjudicate(int(verdict.adjudicated.sum()))
     return verdict
 
 

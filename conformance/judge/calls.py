@@ -27,11 +27,11 @@ def leaves_nothing_behind(subject: Subject, module: Any, case: Case) -> None:
     with failures.judging(str(subject)):
         others = subject.inputs(subject.other(case))
         inputs = subject.inputs(case)  # last, since a failure saves the case that was used last
-        results = [returned(subject, module, inputs)]
+        results = [returned_tensors(subject, module, inputs)]
         expected = copies(results[0])
 
         def call(given: dict[str, Any], wanted: dict[str, Tensor] | None, why: str) -> None:
-            results.append(returned(subject, module, given))
+            results.append(returned_tensors(subject, module, given))
             if wanted is not None:
                 assert_same_launch(results[-1], wanted, why)
 
@@ -100,7 +100,7 @@ def remembers_no_contents(subject: Subject, module: Any, case: Case) -> None:
         for number in (0, 2, 3, 4):  # the first pair allocates, and compiles; 1 is `Subject.other`
             inputs = subject.inputs(dataclasses.replace(case, seed=case.seed ^ number))
             for _ in range(2):
-                returned(subject, module, copies(inputs))
+                returned_tensors(subject, module, copies(inputs))
         first, second = counts[2::2], counts[3::2]
         if first and max(second) < min(first):
             fail(
@@ -113,11 +113,11 @@ def rows_are_apart(subject: Subject, module: Any, case: Case) -> None:
     """Each row has the same result if all other rows hold NaN. Raises compare.Mismatch."""
     with failures.judging(str(subject)):
         inputs = subject.inputs(case)
-        expected = returned(subject, module, inputs)
+        expected = returned_tensors(subject, module, inputs)
         for row in {0, case.batch - 1}:
             alone = _without_others(inputs, row)
             assert_same_launch(
-                {name: tensor[row] for name, tensor in returned(subject, module, alone).items()},
+                {name: tensor[row] for name, tensor in returned_tensors(subject, module, alone).items()},
                 {name: tensor[row] for name, tensor in expected.items()},
                 f"of row {row}, after all other rows became NaN",
             )
@@ -145,7 +145,7 @@ def _with_nan(tensor: Tensor, where: Tensor) -> Tensor:
     return tensor.view(torch.uint8).masked_fill(mask, 0x7F).view(tensor.dtype)  # NaN in each FP8 type
 
 
-def returned(subject: Subject, module: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+def returned_tensors(subject: Subject, module: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The fields of a call's result that are tensors. Raises unchanged.ChangedInput if the call changes the memory of
     its inputs."""
     with unchanged(inputs):

@@ -93,7 +93,7 @@ def assert_eviction_right(
     scored = ~forced & (candidates.sum(-1) > 1) & comparable
     verdict = Verdict(scored, scored & (clear | alone), scored & (slot != truth) & ~illegal)
     stats.decisions(int(verdict.scored.sum()), int(verdict.decisive.sum()))
-    stats.adjudicated(int(verdict.adjudicated.sum()))
+    stats.adjudicate(int(verdict.adjudicated.sum()))
     return verdict
 
 
@@ -200,7 +200,7 @@ def assert_kept_right(
         scored, scored & (sure == contested).all(-1), scored & (keep_mask != expected).any(-1) & right
     )))
     stats.decisions(int(contested.sum()), int(sure.sum()))
-    stats.adjudicated(int(verdict.adjudicated.sum()))
+    stats.adjudicate(int(verdict.adjudicated.sum()))
     return verdict
 
 

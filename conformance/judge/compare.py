@@ -46,7 +46,7 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Tensor, *, what: str = "
         # Report NaN first, then the largest error relative to its bound.
         badness = fraction.masked_fill(fraction.isnan(), torch.inf).masked_fill(~wrong, -1)
         at = unravel(int(badness.argmax()), truth.shape)
-        stats.drifted(float(badness[at]))
+        stats.record_drift(float(badness[at]))
         fail(
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are beyond their bound; the worst, at {at}: "
             f"expected {truth[at].item()!r}, got {actual[at].item()!r}"

@@ -68,7 +68,7 @@ def assert_kept_by_age_right(
         over_budget & (keep_mask != expected).any(-1) & ~illegal,
     )
     stats.decisions(int(contested.sum()), int(sure.sum()))
-    stats.adjudicated(int(verdict.adjudicated.sum()))
+    stats.adjudicate(int(verdict.adjudicated.sum()))
     return verdict
 
 

@@ -35,41 +35,41 @@ def of_case(case: Case) -> Case:
     """The case with the same tensors on the CPU."""
     if "_on_host" not in case.__dict__:
         copy = dataclasses.replace(case, device="cpu")
-        copy._adopt({name: copied(tensor) for name, tensor in case.tensors.items()})
+        copy._adopt({name: to_cpu(tensor) for name, tensor in case.tensors.items()})
         case.__dict__["_on_host"] = copy
     found = case.__dict__["_on_host"]
     assert isinstance(found, Case)
     return found
 
 
-def copied(value: Any) -> Any:
+def to_cpu(value: Any) -> Any:
     """A copy on the CPU of a tensor, or of those in a tuple, a list or a dict. Anything else is returned unchanged."""
     if isinstance(value, Tensor):
         copy = value.to(CPU, copy=True)
         setattr(copy, ORIGINAL, (value, value._version, copy._version))
         return copy
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(copied, value))
+        return type(value)(*map(to_cpu, value))
     if isinstance(value, tuple | list):
-        return type(value)(map(copied, value))
+        return type(value)(map(to_cpu, value))
     if isinstance(value, dict):
-        return {name: copied(one) for name, one in value.items()}
+        return {name: to_cpu(one) for name, one in value.items()}
     return value
 
 
-def returned(value: Any, device: torch.device) -> Any:
-    """The inverse of `copied`: tensors on `device`, those that were copied with the strides that they had there."""
+def to_device(value: Any, device: torch.device) -> Any:
+    """The inverse of `to_cpu`: tensors on `device`, those that were copied with the strides that they had there."""
     if isinstance(value, Tensor):
         original, version, copy_version = getattr(value, ORIGINAL, (None, 0, 0))
         if original is not None and (original._version, value._version) == (version, copy_version):
             return original
         return value.to(device)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(returned(one, device) for one in value))
+        return type(value)(*(to_device(one, device) for one in value))
     if isinstance(value, tuple | list):
-        return type(value)(returned(one, device) for one in value)
+        return type(value)(to_device(one, device) for one in value)
     if isinstance(value, dict):
-        return {name: returned(one, device) for name, one in value.items()}
+        return {name: to_device(one, device) for name, one in value.items()}
     return value
 
 
@@ -78,7 +78,7 @@ def calling(function: Callable[..., Any], device: torch.device) -> Callable[...,
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return copied(function(*returned(args, device), **returned(kwargs, device)))
+        return to_cpu(function(*to_device(args, device), **to_device(kwargs, device)))
 
     return call
 
@@ -97,7 +97,7 @@ class OnHost:
             return CPU
         if callable(value) and not isinstance(value, type):
             return calling(value, self.its_device)
-        return copied(value)
+        return to_cpu(value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.on_device, name, returned(value, self.its_device))
+        setattr(self.on_device, name, to_device(value, self.its_device))

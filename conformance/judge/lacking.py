@@ -11,7 +11,7 @@ from .fields import Missing, MissingField
 
 #: Where the suite is, but for the implementations with which it tests itself.
 SUITE = Path(__file__).resolve().parents[1]
-PATIENTS = SUITE / "lab" / "patients"
+IMPLEMENTATIONS = SUITE / "lab" / "implementations"
 #: What every state has: without them there is nothing to compare.
 METHODS = ("prefill", "step")
 NEEDED = ("occupied", "positions", "tokens_seen", *METHODS)
@@ -31,7 +31,7 @@ def absent(state: Any, name: str) -> AttributeError:
     return MissingAttribute(f"{kind}: {name}")
 
 
-def asked(name: str, ours: type) -> bool:
+def is_read_by_the_suite(name: str, ours: type) -> bool:
     """True if it is the suite, the caller of the caller, that reads `name`, and this is a tensor of ours, the
     reference's state."""
     return name in _tensors(ours) and _of_the_suite(sys._getframe(2).f_code.co_filename)
@@ -39,7 +39,7 @@ def asked(name: str, ours: type) -> bool:
 
 @functools.cache
 def _of_the_suite(file: str) -> bool:
-    return SUITE in Path(file).parents and PATIENTS not in Path(file).parents
+    return SUITE in Path(file).parents and IMPLEMENTATIONS not in Path(file).parents
 
 
 @functools.cache

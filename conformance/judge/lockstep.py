@@ -262,7 +262,7 @@ def pair(
 
     config: keyword arguments of the method's *Config. sizes: batch, query_heads, key_value_heads, head_dim, dtype,
     device of the state under test. on_host: the lockstep takes tensors on the CPU, where the reference runs; those of
-    `host.copied` reach the state under test as they were.
+    `host.to_cpu` reach the state under test as they were.
     """
     found = checkers.pair(method)
     reference = reference or found.reference
@@ -368,7 +368,7 @@ def run(trace: StateTrace, tested: ModuleType, reference: ModuleType | None = No
     both = layers_of(
         trace.method, tested, reference, config=trace.options, layers=trace.layers, on_host=on_host, **trace.sizes
     )
-    here = host.copied if on_host else lambda value: value
+    here = host.to_cpu if on_host else lambda value: value
     layers, turns, step = range(trace.layers), dict(trace.turns), 0
     if trace.after_reset:
         both.take_and_reset([here(trace.before_reset(layer)) for layer in layers])

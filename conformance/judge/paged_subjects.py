@@ -11,7 +11,7 @@ from ..cases.contents import OCCUPANCIES, PROTECTIONS
 from ..cases.in_pages import PAGED, paged_decode_cases, paged_fp8_cases, with_pages
 from .fields import field
 from .fp8_subjects import Fp8Subject
-from .subjects import EXTREME, TIED, Subject, aspects
+from .subjects import EXTREME, TIED, Subject, properties
 
 SCALES = ("key_scale", "value_scale")
 #: What a function may have besides `pages`, `scale` and SCALES.
@@ -46,7 +46,7 @@ def paged_subjects(
 
     given: dict[str, Any] = {} if "per_head" in parameters else {"per_head": False}
     given |= {} if "protected" in parameters else {"protect": ("none",)}
-    of_cases = aspects(
+    of_cases = properties(
         tied=TIED if choices else (), extreme=EXTREME, masked=OCCUPANCIES[1:], layout=PAGED, paged=True,
         protect=PROTECTIONS if "protected" in parameters else (),
     )
@@ -54,7 +54,7 @@ def paged_subjects(
     return tuple(
         made(
             name, partial(cases, **given), judge if several else judge_one, numbers=tuple(numbers),
-            choices=tuple(choices), aspects=of_cases, inputs=inputs, arguments=with_pages, also=False,
+            choices=tuple(choices), properties=of_cases, inputs=inputs, arguments=with_pages, also=False,
         )
         for made, cases in kinds[:2 if fp8 else 1]
     )

@@ -23,7 +23,7 @@ def elements_of_row(case: Case) -> int:
     return case.query_heads * slots * max(case.head_dim, 4 * queries)
 
 
-def of(case: Case, result: Any) -> Iterator[tuple[Case, Any]]:
+def split(case: Case, result: Any) -> Iterator[tuple[Case, Any]]:
     """The case and its result, by rows if they are large. The first axis of all their tensors, but for scales, is the
     batch; a result of another form is not divided, so that its own check can say what is wrong."""
     rows = max(1, MOST_ELEMENTS // elements_of_row(case))

@@ -17,10 +17,10 @@ from .. import stats
 from ..cases import failures
 from ..cases.case import Case
 from ..cases.graphs import capture
-from ..cases.load import FILLS, Load, filled, scattered
+from ..cases.load import FILLS, Load, memory_filled_with, scatter_allocations
 from ..cases.state_trace import StateTrace
 from . import fresh
-from .calls import copies, fields_of, returned, set_contents
+from .calls import copies, fields_of, returned_tensors, set_contents
 from .compare import fail
 from .fresh import bits
 from .subjects import StateSubject, Subject
@@ -44,7 +44,7 @@ def assert_repeats(subject: Subject, module: Any, case: Case, process: fresh.Pro
         def call() -> Fields:
             return fields_of(subject.result(module, inputs))
 
-        expected = copies(returned(subject, module, inputs))
+        expected = copies(returned_tensors(subject, module, inputs))
         process.ask(str(subject), case)
         try:
             for how, launches in _ways(call, torch.device(case.device)):
@@ -69,8 +69,8 @@ def assert_repeats_often(subject: Subject, module: Any, case: Case, count: int |
     memory and in other memory. Raises compare.Mismatch."""
     with failures.judging(str(subject)):
         others, inputs = subject.inputs(subject.other(case)), copies(subject.inputs(case))
-        other = copies(returned(subject, module, others))
-        expected = copies(returned(subject, module, inputs))
+        other = copies(returned_tensors(subject, module, others))
+        expected = copies(returned_tensors(subject, module, inputs))
         launches = (fields_of(subject.result(module, inputs)) for _ in range(count or OFTEN))
         _assert_same_bits(launches, expected, "of launches one after another")
         set_contents(inputs, others)
@@ -110,8 +110,8 @@ def _apart(call: Callable[[], Fields], device: torch.device, stream: Any) -> Fie
 
 
 def _elsewhere(call: Callable[[], Fields], number: int, device: torch.device) -> Fields:
-    held = scattered(device, number)
-    with filled(FILLS[number % len(FILLS)]):
+    held = scatter_allocations(device, number)
+    with memory_filled_with(FILLS[number % len(FILLS)]):
         found = call()
     del held
     return found
@@ -173,7 +173,7 @@ def assert_state_repeats(subject: StateSubject, module: Any, trace: StateTrace, 
     load = Load(torch.device(trace.device), seed=0)
 
     def outputs(before: Callable[[], None], fill: int | None) -> Iterator[Fields]:
-        with nullcontext() if fill is None else filled(fill):
+        with nullcontext() if fill is None else memory_filled_with(fill):
             state = make()
             yield from _played(state, trace, before)
 

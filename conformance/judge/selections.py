@@ -49,7 +49,7 @@ def assert_selected_right(
     scored = contested.any(-1)
     verdict = Verdict(scored, scored & ~(contested & ~sure).any(-1), (chosen != expected).any(-1) & scored & right)
     stats.decisions(int(contested.sum()), int(sure.sum()))
-    stats.adjudicated(int(verdict.adjudicated.sum()))
+    stats.adjudicate(int(verdict.adjudicated.sum()))
     return verdict
 
 

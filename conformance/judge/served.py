@@ -56,28 +56,28 @@ def number_of(*what: object) -> int:
     return int.from_bytes(hashlib.sha256(repr((core.global_force_seed, *map(str, what))).encode()).digest()[:6], "big")
 
 
-def cases(subject: Subject, aspect: str, sizes: Sequence[tuple[int, int]] | None = None) -> Iterator[Case]:
+def cases(subject: Subject, prop: str, sizes: Sequence[tuple[int, int]] | None = None) -> Iterator[Case]:
     """The cases of a property. Tensors of a case are freed when the next one is asked for. sizes: other than SIZES, one
     case of each."""
-    plain, varied = subject.aspects["accuracy"], []
-    for argument, values in subject.aspects[aspect].items():
+    plain, varied = subject.properties["accuracy"], []
+    for argument, values in subject.properties[prop].items():
         fitting = tuple(value for value in values if value not in TOO_LARGE)
         if values != plain.get(argument):
             varied += [{argument: (value,)} for value in fitting]
-    core = aspect in CORE
-    count = len(sizes) if sizes else COUNTS.get(aspect, OTHER_CASES) if not subject.also else OTHER_CASES
+    core = prop in CORE
+    count = len(sizes) if sizes else COUNTS.get(prop, OTHER_CASES) if not subject.also else OTHER_CASES
     # Accuracy and decisions have the two halves of all models and dtypes.
-    start = number_of(subject) + count * CORE.index(aspect) if core else number_of(subject, aspect)
+    start = number_of(subject) + count * CORE.index(prop) if core else number_of(subject, prop)
     for number, (model, (batch, slots), dtype) in enumerate(_sizes(subject, sizes or SIZES, start, count)):
         assert subject.sized is not None
         more = [varied[(start + number) % len(varied)]] if varied else []
         case = _drawn([
-            subject.draw(aspect, **{subject.sized: (slots, slots)}, **one) for one in (*more, {})
-        ], number_of(subject, aspect, number, "drawn"))
-        case = _with_sizes(case, model, batch, dtype, number_of(subject, aspect, number) % 2**31)
+            subject.draw(prop, **{subject.sized: (slots, slots)}, **one) for one in (*more, {})
+        ], number_of(subject, prop, number, "drawn"))
+        case = _with_sizes(case, model, batch, dtype, number_of(subject, prop, number) % 2**31)
         if sizes:  # scores as close as in a model, so that the order of a sum may decide
             case = dataclasses.replace(case, **{name: value for name, value in CLOSE.items() if hasattr(case, name)})
-        if aspect == "free_slots" and hasattr(case, "poison") and number % 2:
+        if prop == "free_slots" and hasattr(case, "poison") and number % 2:
             case = dataclasses.replace(case, poison="nan")  # which no weight of zero hides
         if _fits(case):
             yield case

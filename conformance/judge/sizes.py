@@ -34,7 +34,7 @@ def cases(subject: Subject, data: Any) -> Iterator[Case]:
     those in pages, ends where its memory ends. On a GPU, all have the dtype and the dimensions of one."""
     assert subject.sized is not None
     # Where one token dominates, the last one has no weight, and whether it was read does not show.
-    contents = [one for one in subject.aspects["accuracy"].get("content", ()) if one != "dominant"]
+    contents = [one for one in subject.properties["accuracy"].get("content", ()) if one != "dominant"]
     first: Case | None = None
     for number, size in enumerate(_declared()):
         with draws.usual_shape():

@@ -45,7 +45,7 @@ class Results(dict[str, tuple[stats.Stats, dict[str, stats.Stats]]]):
 
 
 #: The keyword arguments of a strategy, by property.
-Aspects = Mapping[str, Mapping[str, tuple[Any, ...]]]
+Properties = Mapping[str, Mapping[str, tuple[Any, ...]]]
 #: The fields of a case by which a property's cases differ from ordinary ones.
 DISTINCTIONS = {
     "ties": ("content",), "extreme_numbers": ("content",),
@@ -54,11 +54,11 @@ DISTINCTIONS = {
 }
 
 
-def aspects(
+def properties(
     *, ordinary: tuple[str, ...] = ("ordinary",), tied: tuple[str, ...] = (), extreme: tuple[str, ...] = (),
     mask: str = "occupancy", full: Any = "full", masked: tuple[Any, ...] = (), protect: tuple[str, ...] = (),
     layout: tuple[str, ...] = LAYOUTS, paged: bool = False,
-) -> Aspects:
+) -> Properties:
     """The arguments of a strategy for each property of which it has cases.
 
     ordinary, tied, extreme: contents. mask: the strategy's argument for occupied slots; full: its value without free
@@ -87,7 +87,7 @@ def aspects(
 class Subject:
     """A function of a method.
 
-    name: the function's. cases: its strategy, which takes the arguments of `aspects`. inputs: the function's keyword
+    name: the function's. cases: its strategy, which takes the arguments of `properties`. inputs: the function's keyword
     arguments for a case, tensors by name; arguments: what the function gets of them, if that is another form. judge(
     result, case): checks every field, each inside `fields.field`. numbers: the fields that have error bounds; choices:
     those that are decisions. sized: the strategy's argument for a range of slots or tokens; None: it has no large
@@ -104,7 +104,7 @@ class Subject:
     judge: Callable[[Any, Any], Any]
     numbers: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
-    aspects: Aspects = field(default_factory=dict)
+    properties: Properties = field(default_factory=dict)
     inputs: Callable[[Any], dict[str, Any]] = lambda case: case.inputs
     arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda inputs: inputs
     sized: str | None = "slots"
@@ -132,22 +132,22 @@ class Subject:
         """The declared dtypes in which the function is to be judged."""
         return capabilities.current().dtypes
 
-    def draw(self, aspect: str, **more: Any) -> st.SearchStrategy[Any]:
+    def draw(self, prop: str, **more: Any) -> st.SearchStrategy[Any]:
         """The cases of a property."""
-        return self.cases(**{**self.aspects[aspect], **more})
+        return self.cases(**{**self.properties[prop], **more})
 
-    def draw_each(self, data: Any, aspect: str) -> Iterator[Any]:
+    def draw_each(self, data: Any, prop: str) -> Iterator[Any]:
         """A case for each value by which the cases of a property differ: each layout, each mask, each content.
 
         With the profile gpu, which compiles a kernel for each, all but ties in the usual shape only. Accuracy and ties,
         which depend on the shapes of tiles, are judged in others as well.
         """
-        plain = self.aspects["accuracy"]
-        for argument, values in self.aspects[aspect].items():
+        plain = self.properties["accuracy"]
+        for argument, values in self.properties[prop].items():
             for number, value in enumerate(values if values != plain.get(argument) else ()):
-                with nullcontext() if aspect == "ties" else draws.usual_shape():
-                    case = data.draw(self.draw(aspect, **{argument: (value,)}))
-                if aspect == "free_slots":
+                with nullcontext() if prop == "ties" else draws.usual_shape():
+                    case = data.draw(self.draw(prop, **{argument: (value,)}))
+                if prop == "free_slots":
                     case = dataclasses.replace(case, poison=POISONS[number % len(POISONS)])
                 yield case
 
@@ -182,11 +182,11 @@ class Subject:
         """Call the function, or run the state, and judge everything. Raises compare.Mismatch."""
         result = self.call(module, case)
         if not host.judges(case):
-            for part, of_part in pieces.of(case, result) if self.batched else ((case, result),):
+            for part, of_part in pieces.split(case, result) if self.batched else ((case, result),):
                 self.judge(of_part, part)
             return
         try:
-            self.judge(host.copied(result), host.of_case(case))
+            self.judge(host.to_cpu(result), host.of_case(case))
         finally:
             case.used()  # rather than its copy
 
@@ -265,12 +265,12 @@ class StateSubject(Subject):
     that decides nothing has no such field; its output stands for all.
     """
 
-    def draw_each(self, data: Any, aspect: str) -> Iterator[Any]:
+    def draw_each(self, data: Any, prop: str) -> Iterator[Any]:
         """With the profile quick, one of these cases: a state takes long, and test_lockstep.py draws all of them."""
         if draws.is_quick():
-            yield data.draw(self.draw(aspect))
+            yield data.draw(self.draw(prop))
         else:
-            yield from super().draw_each(data, aspect)
+            yield from super().draw_each(data, prop)
 
     def call(self, module: Any, case: StateTrace) -> Any:
         return lockstep.run(case, module)
@@ -296,7 +296,7 @@ def _state(found: discovery.Pair) -> StateSubject:
         ),
         numbers=("output", "score") if scored else ("output",),
         choices=("tokens",) if checkers.ask(found.name, "DECIDES", True) else (),
-        aspects=aspects(
+        properties=properties(
             tied=checkers.ask(found.name, "TIED", TIED), extreme=strategies.VANISHING, mask="padding", full="none",
             masked=("left_padding", "random", "empty_row"), layout=strategies.TRACE_LAYOUTS,
         ),
@@ -337,7 +337,7 @@ def neutral(subject: Subject, case: Case, *kept: str) -> Case:
     declared; with its own numbers if they are ordinary. kept: the properties whose distinctions stay."""
     plain: dict[str, Any] = {
         name: own if (own := getattr(case, name, None)) in values else values[0]
-        for name, values in subject.aspects["accuracy"].items()
+        for name, values in subject.properties["accuracy"].items()
     }
     heads, group = (min(supported.sizes(name, (1,))) for name in ("kv_heads", "groups"))
     plain |= {"batch": 1, "key_value_heads": heads, "group": group, "poison": "zero"}

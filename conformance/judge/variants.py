@@ -133,7 +133,7 @@ INTERVALS = (
 )
 
 
-def of(method: str) -> list[Variant]:
+def variants_of(method: str) -> list[Variant]:
     """The variants of a method: GENERIC and its own. Of several with one name, the last one."""
     return list({one.name: one for one in (*GENERIC, *checkers.ask(method, "VARIANTS", ()))}.values())
 

@@ -28,7 +28,7 @@ def run(trace: StateTrace, tested: Any) -> lockstep.Summary:
     state = getattr(tested, checkers.state_name(trace.method))(config(**trace.options), **trace.sizes)
     if on_host:
         state = host.OnHost(state, trace.sizes["device"])
-    here = host.copied if on_host else lambda value: value
+    here = host.to_cpu if on_host else lambda value: value
     turns, step = dict(trace.turns), 0
     if trace.prompt:
         _feed("prefill", both, state, here(trace.prompt_of(0)))

@@ -6,7 +6,7 @@ and with a stand-in for Triton's driver that names a GPU. Kernels are compiled t
 their results are not checked. The generated code is checked for three errors that random inputs rarely show: a kernel
 must sum the logits of equal keys in one order (`key_orders`), a line that is inlined in two of its loops must round
 alike in both (`fused_here_only`), and a kernel must not have both operations in which lanes of a warp may diverge and
-matrices that whole warps access (`parted`).
+matrices that whole warps access (`diverging_operations`).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def fused_here_only(code: str, folder: Path) -> set[str]:
     return found
 
 
-def parted(code: str) -> set[str]:
+def diverging_operations(code: str) -> set[str]:
     """The operations in which lanes of a warp may diverge, if the code also has stmatrix or ldmatrix anywhere; else
     empty. Lanes that have not reconverged make an illegal memory access, for some numbers only. code: PTX.
 
@@ -157,7 +157,7 @@ class Compiled:
                         raise ArithmeticError(f"logits of keys {keys} are summed in orders {sorted(orders)}")
                 if lines := fused_here_only(made.asm["ptx"], self.folder):
                     raise ArithmeticError(f"fused with a product in one loop and not in another: {sorted(lines)}")
-                if operations := parted(made.asm["ptx"]):
+                if operations := diverging_operations(made.asm["ptx"]):
                     raise RuntimeError(f"lanes may diverge in {sorted(operations)}, and whole warps access matrices")
                 self.done[name] += 1
             except Exception as error:  # the compiler's errors have no common base
@@ -252,7 +252,7 @@ def call_all(
     """Make every call of a pair (see every_call.py) on the CPU."""
     from ..cases import every_call
 
-    for call in every_call.of(pair, torch.device("cpu"), dtype, head_dims, optional):
+    for call in every_call.calls_of(pair, torch.device("cpu"), dtype, head_dims, optional):
         call.run()
 
 

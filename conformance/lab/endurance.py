@@ -134,7 +134,7 @@ def memory(device: torch.device) -> tuple[int, ...]:
     return len(live), sum(storages.values()), allocated
 
 
-def held(state: Any) -> list[int]:
+def held_slots(state: Any) -> list[int]:
     found: list[int] = state.occupied.flatten(0, -2).sum(-1).tolist()
     return found
 
@@ -165,14 +165,14 @@ def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) ->
             samples.append(memory(device))
         peaks.append(tuple(map(max, zip(*samples, strict=True))))
         if half == 0:
-            held_before = held(state)
+            held_before = held_slots(state)
     allowed = 2 if pair.name == "thinkv" and side is pair.reference else 1
     if any(later > allowed * earlier for earlier, later in zip(*peaks, strict=True)):
         raise Failed(f"memory grows: (tensors, bytes, allocated) at most {peaks[0]} in the first half, then {peaks[1]}")
     seen = PROMPT + sum((steps // 2 - half * LAST) // SAMPLES * SAMPLES for half in range(2))
     check_counters(state, seen)
-    if pair.name not in OPTIONS and held(state) != held_before:
-        raise Failed(f"expected {held_before} tokens as after half of the steps, got {held(state)}")
+    if pair.name not in OPTIONS and held_slots(state) != held_before:
+        raise Failed(f"expected {held_before} tokens as after half of the steps, got {held_slots(state)}")
     twin = copy.deepcopy(state)
     wrong: list[str] = []
     if not same(decode(state, 4, LAST, wrong if pair.name not in OPTIONS else None), decode(twin, 4, LAST)):
@@ -184,7 +184,7 @@ def endure(pair: discovery.Pair, side: Any, device: torch.device, steps: int) ->
     state.reset()
     if not torch.equal(prefill(state), prefill(new)) or not same(decode(state, 5, LAST), decode(new, 5, LAST)):
         raise Failed("after reset(), the state differs from a new one")
-    return {"tokens": seen + LAST, "held": max(held(twin)), "tensors": peaks[1][0], "bytes": peaks[1][1]}
+    return {"tokens": seen + LAST, "held": max(held_slots(twin)), "tensors": peaks[1][0], "bytes": peaks[1][1]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

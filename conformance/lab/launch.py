@@ -44,7 +44,7 @@ def launch_all(pair: discovery.Pair, device: torch.device) -> None:
         with tiny.larger() if large else nullcontext():
             for fused in compile_only.ways(pair):
                 with compile_only.fused_as(pair, fused):
-                    for call in every_call.of(pair, device, dtype, (head_dim or tiny.HEAD_DIM,), (True,)):
+                    for call in every_call.calls_of(pair, device, dtype, (head_dim or tiny.HEAD_DIM,), (True,)):
                         call.run()
     torch.cuda.synchronize(device)
 

@@ -60,7 +60,7 @@ class Pool:
         self._listener.close()
         self._folder.cleanup()
 
-    def of(self, ranks: int) -> Part:
+    def first(self, ranks: int) -> Part:
         """The first `ranks` ranks, as if there were no others."""
         return Part(self, ranks)
 

@@ -39,7 +39,7 @@ class Found:
         return f"{', '.join(said) or 'nothing'} ({self.others} in other kernels)"
 
 
-def parsed(log: str, kernels: Iterable[str]) -> Found:
+def findings_in(log: str, kernels: Iterable[str]) -> Found:
     """The findings in kernels of these names. A finding starts at the margin; what follows is indented."""
     names = re.compile(r"\b(" + "|".join(map(re.escape, sorted(kernels))) + r")\b")
     ours: dict[str, list[str]] = {}
@@ -66,7 +66,7 @@ def run(tool: str | None, module: str, arguments: Sequence[str], logs: Path) -> 
     return done.returncode, path.read_text(encoding="utf-8", errors="replace")
 
 
-def listed(methods: Sequence[str]) -> set[str]:
+def launched_kernels(methods: Sequence[str]) -> set[str]:
     """The kernels that the methods launch, by module and name."""
     command = [sys.executable, "-m", "kvtwin.conformance.lab.compile_only", "--list", "--no-ranks", *methods]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -77,11 +77,11 @@ def complaints(tool: str, methods: Sequence[str], kernels: set[str], logs: Path)
     """Everything that is wrong with one tool's runs."""
     wrong = []
     faults = {"fault_memcheck", "fault_initcheck", "fault_inline"}
-    found = parsed(run(tool, "faults", [tool], logs)[1], faults)
+    found = findings_in(run(tool, "faults", [tool], logs)[1], faults)
     if not found.ours:
         wrong.append(f"{tool} does not find its planted fault")
     code, log = run(tool, "launch", methods, logs)
-    found = parsed(log, {name.rpartition(".")[2] for name in kernels})
+    found = findings_in(log, {name.rpartition(".")[2] for name in kernels})
     if code or not found.finished:
         wrong.append(f"{tool}: launch.py ended with exit code {code}: {log[-500:]}")
     if missing := kernels - set(re.findall(r"^(kvtwin\.\S+) \d+$", log, re.M)):
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if shutil.which(PROGRAM) is None:
         parser.error(f"{PROGRAM} is not on the PATH; it is part of the CUDA toolkit")
     start = time.perf_counter()
-    kernels = listed(chosen.methods)
+    kernels = launched_kernels(chosen.methods)
     # Compile the kernels first: the tools share Triton's cache, and make the compiler slow.
     code, log = run(None, "launch", chosen.methods, chosen.logs)
     if code:

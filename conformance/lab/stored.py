@@ -1,9 +1,9 @@
 """``python -m kvtwin.conformance.lab.stored``: the verdict of the command on every stored implementation.
 
-Each implementation of patients/stored.py is written into a folder as a stranger's package, together with those that it
-is made of. Then ``kvtwin verify METHOD --impl theirs`` judges it with each seed, in a process of its own, with the
-tests that the table names. Its exit code, property and cause must be those of the table, and no text of the report may
-be another tool's. A line for each verdict; exit code 1 if one of them is another.
+Each implementation of implementations/stored.py is written into a folder as a stranger's package, together with those
+that it is made of. Then ``kvtwin verify METHOD --impl theirs`` judges it with each seed, in a process of its own, with
+the tests that the table names. Its exit code, property and cause must be those of the table, and no text of the report
+may be another tool's. A line for each verdict; exit code 1 if one of them is another.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..progress import bar, say
-from .patients import stored
-from .patients.run import FOREIGN
-from .patients.stored import Row
+from .implementations import stored
+from .implementations.run import FOREIGN
+from .implementations.stored import Row
 
-HERE = Path(__file__).parent / "patients"
+HERE = Path(__file__).parent / "implementations"
 #: What the implementations are made of.
 PARTS = ("__init__.py", "longflow.py", "longflow_states.py", "exploits", "right/__init__.py", "right/loops.py")
 #: What ends the process of a call, by name: in place of the first line of a function that is right.
@@ -98,14 +98,14 @@ SURVIVING = "(test_numbers_are_within or test_large_tensors) and decode_attentio
 
 def _facade(row: Row) -> str:
     own = isinstance(row.exploit, type) and not row.name.endswith("State")
-    module = row.exploit.__module__.replace("kvtwin.conformance.lab.patients", ".own")
+    module = row.exploit.__module__.replace("kvtwin.conformance.lab.implementations", ".own")
     return FACADE.format(
         module=module, name=row.exploit.__name__, method=row.method, function=row.name, call="()" if own else "",
     )
 
 
 def _theirs(text: str) -> str:
-    return text.replace("kvtwin.conformance.lab.patients", "theirs.own")
+    return text.replace("kvtwin.conformance.lab.implementations", "theirs.own")
 
 
 def write(order: Order, folder: Path) -> None:

@@ -22,7 +22,7 @@ def pools(device: torch.device) -> Iterator[Any]:
             pytest.skip(f"needs {ranks} GPUs, and this machine has {most}")
         if not running:
             running.append(Pool(most, device.type).__enter__())
-        return running[0].of(ranks)
+        return running[0].first(ranks)
 
     yield pool
     for one in running:

@@ -28,7 +28,7 @@ class Golden(NamedTuple):
     trace: Trace
 
     @classmethod
-    def of(cls, recorder: Recorder) -> Golden:
+    def load(cls, recorder: Recorder) -> Golden:
         return cls(load_trace(recorder.capture), recorder, load_trace(recorder.name))
 
     @property

@@ -28,7 +28,7 @@ from kvtwin.conformance.refusals import NotProvided
 
 
 @dataclass(frozen=True)
-class Ruled(discovery.Pair):
+class LawPair(discovery.Pair):
     """A method with options for which its checker requires the laws to hold."""
 
     options: tuple[tuple[str, Any], ...] = ()
@@ -38,13 +38,13 @@ class Ruled(discovery.Pair):
         return "-".join((self.name, *(f"{name}={value}" for name, value in self.options)))
 
 
-RULED = [
-    Ruled(**vars(pair), options=tuple(options.items()))
+LAW_PAIRS = [
+    LawPair(**vars(pair), options=tuple(options.items()))
     for pair in discovery.with_state() for options in ({}, *checkers.ask(pair.name, "LAWS", ()))
 ]
 #: Further options choose other branches of the same kernels, which lockstep draws as well.
 PAIRS = [
-    pytest.param(pair, id=pair.label, marks=[pytest.mark.slow_on_cpu] if pair.options else []) for pair in RULED
+    pytest.param(pair, id=pair.label, marks=[pytest.mark.slow_on_cpu] if pair.options else []) for pair in LAW_PAIRS
 ]
 pytestmark = [pytest.mark.kind("laws"), pytest.mark.parametrize("pair", PAIRS), pytest.mark.main]
 
@@ -58,7 +58,7 @@ SHAPES = (
 #: The modules of our states, and of those of other packages' methods, which can be copied.
 OURS = (
     "kvtwin.reference.", "kvtwin.optimized.",
-    *(name for pair in RULED if pair.declared for name in (pair.reference_name, pair.optimized_name)),
+    *(name for pair in LAW_PAIRS if pair.declared for name in (pair.reference_name, pair.optimized_name)),
 )
 
 
@@ -77,7 +77,7 @@ class Scenario:
     steps: int
     seed: int
 
-    def state(self, side: object, pair: Ruled, device: torch.device) -> object:
+    def state(self, side: object, pair: LawPair, device: torch.device) -> object:
         """A fresh state of the method on one side, with options that are declared."""
         options = {**checkers.small(pair.name, self.budget), **dict(pair.options)}
         options |= {name: values[0] for name, values in supported.undeclared(options, pair.config).items()}
@@ -190,7 +190,7 @@ def play(state: object, inputs: tuple, *, before_step=lambda state: None) -> lis
 Frames = list[dict[str, Tensor]]
 
 
-def played(scenario: Scenario, side: object, pair: Ruled, device: torch.device) -> tuple[object, Frames]:
+def played(scenario: Scenario, side: object, pair: LawPair, device: torch.device) -> tuple[object, Frames]:
     """A new state after the unchanged scenario, and its frames. Those of FULL are kept for all laws, which must not
     change them."""
     key = (id(side), pair.label, device)
@@ -203,7 +203,7 @@ def played(scenario: Scenario, side: object, pair: Ruled, device: torch.device) 
     return found
 
 
-def plain(scenario: Scenario, side: object, pair: Ruled, device: torch.device) -> list[dict[str, Tensor]]:
+def plain(scenario: Scenario, side: object, pair: LawPair, device: torch.device) -> list[dict[str, Tensor]]:
     """The frames of the unchanged scenario, with which laws compare."""
     return played(scenario, side, pair, device)[1]
 

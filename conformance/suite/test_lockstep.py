@@ -54,7 +54,7 @@ def test_a_state_keeps_step_with_float64(pair, data, twins):
     pytest.param(pair, one, id=f"{pair}-{one}", marks=[
         *([pytest.mark.slow_on_cpu] if one.long else ()), *([pytest.mark.served] if one.served else ()),
     ])
-    for pair in discovery.with_state() for one in variants.of(pair.name)
+    for pair in discovery.with_state() for one in variants.variants_of(pair.name)
 ])
 def test_a_variant_keeps_step(pair, variant, twins, device):
     """All that a method can do, each at once: judge/variants.py."""

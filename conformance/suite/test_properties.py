@@ -42,26 +42,26 @@ DRAWN_ELSEWHERE = ("extreme_numbers", "layouts", "independence")
 ALSO = ("accuracy", "free_slots")
 
 
-def judged(aspect: str, *, numbers: bool = True, choices: bool = True):
+def judged(prop: str, *, numbers: bool = True, choices: bool = True):
     """Run a test for each subject that has cases of the property, and each of its fields."""
-    return of(aspect, (
+    return property_test(prop, (
         (subject, name) for subject in EVERY
-        if aspect in subject.aspects and (subject.batched or aspect != "independence")
+        if prop in subject.properties and (subject.batched or prop != "independence")
         for name in (*(subject.numbers if numbers else ()), *(subject.choices if choices else ()))
     ))
 
 
-def marks(subject: Subject, aspect: str) -> tuple[pytest.MarkDecorator, ...]:
+def marks(subject: Subject, prop: str) -> tuple[pytest.MarkDecorator, ...]:
     """slow_on_cpu for properties that other tests judge as well."""
-    long = aspect in DRAWN_ELSEWHERE if isinstance(subject, StateSubject) else subject.also and aspect not in ALSO
+    long = prop in DRAWN_ELSEWHERE if isinstance(subject, StateSubject) else subject.also and prop not in ALSO
     return (pytest.mark.slow_on_cpu,) if long else ()
 
 
-def of(aspect: str, parameters: Iterable[tuple[Subject, str]]):
+def property_test(prop: str, parameters: Iterable[tuple[Subject, str]]):
     """Run a test for each of these subjects and fields."""
     def mark(test: Any) -> Any:
-        test.of = [
-            pytest.param(subject, name, id=f"{subject}-{name}", marks=marks(subject, aspect))
+        test.subjects_and_fields = [
+            pytest.param(subject, name, id=f"{subject}-{name}", marks=marks(subject, prop))
             for subject, name in parameters
         ]
         return test
@@ -71,8 +71,8 @@ def of(aspect: str, parameters: Iterable[tuple[Subject, str]]):
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrizes as `pytest.mark.parametrize` would, with which Hypothesis would draw other cases for each field."""
-    if hasattr(metafunc.function, "of"):
-        metafunc.parametrize(("subject", "field"), metafunc.function.of)
+    if hasattr(metafunc.function, "subjects_and_fields"):
+        metafunc.parametrize(("subject", "field"), metafunc.function.subjects_and_fields)
 
 
 @pytest.mark.property("accuracy")
@@ -145,7 +145,7 @@ def test_rows_and_heads_have_their_own_results(subject, field, data, twins, resu
 
 
 @pytest.mark.property("layouts")
-@of("layouts", ((subject, name) for subject in FUNCTIONS if subject.sized for name in subject.fields))
+@property_test("layouts", ((subject, name) for subject in FUNCTIONS if subject.sized for name in subject.fields))
 @given(data=st.data())
 @settings(max_examples=1)
 def test_large_tensors(subject, field, data, twins, results):
@@ -156,7 +156,7 @@ def test_large_tensors(subject, field, data, twins, results):
 
 
 @pytest.mark.property("decisions")
-@of("decisions", (
+@property_test("decisions", (
     (subject, name) for subject in FUNCTIONS if subject.sized and subject.batched and not subject.also
     for name in subject.choices
 ))
@@ -169,7 +169,7 @@ def test_choices_of_many_rows(subject, field, data, twins, results):
 
 
 @pytest.mark.property("traces")
-@of("traces", (
+@property_test("traces", (
     (subject, name) for subject in FUNCTIONS if subject.recorded is not None for name in subject.choices
 ))
 def test_decisions_on_recorded_traces(subject, field, twins, device):
@@ -195,9 +195,9 @@ def test_decisions_on_recorded_traces(subject, field, twins, device):
 
 functions, batched = (
     pytest.mark.parametrize("subject", [
-        pytest.param(subject, id=str(subject), marks=marks(subject, aspect))
-        for subject in FUNCTIONS if subject.batched or aspect != "independence"
-    ]) for aspect in ("repeatability", "independence")
+        pytest.param(subject, id=str(subject), marks=marks(subject, prop))
+        for subject in FUNCTIONS if subject.batched or prop != "independence"
+    ]) for prop in ("repeatability", "independence")
 )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvtwin.conformance import discovery
-from kvtwin.conformance.cases import turns
+from kvtwin.conformance.cases import gpu_memory
 from kvtwin.conformance.judge import checkers, fresh, repeats, served, subjects
 from kvtwin.conformance.judge.subjects import Results, StateSubject, check_each
 
@@ -20,7 +20,7 @@ FUNCTIONS = [subject for subject in subjects.every() if not isinstance(subject, 
 SIZED = [subject for subject in FUNCTIONS if subject.sized and subject.batched]
 STATES = [subject for subject in subjects.every() if isinstance(subject, StateSubject)]
 #: The properties, and whether they are judged by numbers and by choices.
-ASPECTS = {
+PROPERTIES = {
     "accuracy": (True, False), "decisions": (False, True), "ties": (False, True), "free_slots": (True, True),
     "extreme_numbers": (True, True), "layouts": (True, True), "independence": (True, True),
 }
@@ -46,21 +46,21 @@ def _memory(request: pytest.FixtureRequest, device: torch.device) -> Iterator[No
     as a kernel: of the processes that judge it, one at a time runs such a test, unless its cases are small."""
     small = any(mark.kwargs.get("small") for mark in request.node.iter_markers("served"))
     if device.type == "cuda" and request.config.getoption("kv_impl") is not None and not small:
-        turns.take_memory_of(torch.device("cuda", torch.cuda.current_device()), "served", 1)
+        gpu_memory.lock_memory(torch.device("cuda", torch.cuda.current_device()), "served", 1)
     yield
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize(("subject", "aspect", "field"), [
-    pytest.param(subject, aspect, field, id=f"{subject}-{aspect}-{field}", marks=pytest.mark.property(aspect))
-    for aspect, (numbers, choices) in ASPECTS.items() for subject in SIZED
-    if aspect in subject.aspects and (not subject.also or aspect in ALSO)
+@pytest.mark.parametrize(("subject", "prop", "field"), [
+    pytest.param(subject, prop, field, id=f"{subject}-{prop}-{field}", marks=pytest.mark.property(prop))
+    for prop, (numbers, choices) in PROPERTIES.items() for subject in SIZED
+    if prop in subject.properties and (not subject.also or prop in ALSO)
     for field in (*(subject.numbers if numbers else ()), *(subject.choices if choices else ()))
 ])
-def test_functions_are_right(subject, aspect, field, twins, results):
+def test_functions_are_right(subject, prop, field, twins, results):
     module = subject.module(twins.optimized)
-    check_each(served.cases(subject, aspect), lambda case: subject.check(
-        module, case, field, decides=aspect in ("decisions", "ties"), results=results
+    check_each(served.cases(subject, prop), lambda case: subject.check(
+        module, case, field, decides=prop in ("decisions", "ties"), results=results
     ))
 
 

@@ -26,9 +26,9 @@ SIZES = (6, 5)
 def mixed_cases(data: Any, subject: Subject) -> Iterator[Any]:
     """Cases with two rows and two KV heads, since strides of an axis of length 1 do not matter, and with masks."""
     arguments: dict[str, Any] = {"layout": (MIXED,)}
-    arguments |= {name: ("random",) for name, values in subject.aspects.get("free_slots", {}).items()
+    arguments |= {name: ("random",) for name, values in subject.properties.get("free_slots", {}).items()
                   if "random" in values}
-    arguments |= {name: ("random",) for name, values in subject.aspects.get("decisions", {}).items()
+    arguments |= {name: ("random",) for name, values in subject.properties.get("decisions", {}).items()
                   if name == "protect" and "random" in values}
     for size in SIZES:
         if subject.sized is not None:
@@ -46,7 +46,7 @@ def mixed_cases(data: Any, subject: Subject) -> Iterator[Any]:
 @pytest.mark.slow_on_cpu
 @pytest.mark.property("layouts")
 @pytest.mark.kind("equivalence")
-@pytest.mark.parametrize("subject", [one for one in subjects.every() if "layouts" in one.aspects], ids=str)
+@pytest.mark.parametrize("subject", [one for one in subjects.every() if "layouts" in one.properties], ids=str)
 @given(data=st.data())
 @settings(max_examples=1)
 def test_every_argument_is_read_by_its_own_strides(subject, data, twins):

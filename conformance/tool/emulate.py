@@ -130,7 +130,7 @@ class Machine:
         ]                                                                                           # [Hq, 1]
         logit = self.logits(query, keys, per_query_head(mask, query_heads), scale, factors[0])      # [B, Hq, S]
         row_max, total, acc = self.softmax(logit, values)
-        output, lse = self.divided(acc, total), row_max + self.log2(total)
+        output, lse = self.quotient(acc, total), row_max + self.log2(total)
         output = (output if factors[1] is None else self.times(output, factors[1])).to(query.dtype)
 
         size = self.sum(self.flush(zero_unoccupied(value.float(), occupied)).abs())                 # [B, Hkv, S]
@@ -169,7 +169,7 @@ class Machine:
         """Causal attention of a prompt: [B, Hq, T, D] in query's dtype, zeros at padding."""
         logit, values = self._block(query, key, value, occupied, scale)
         _, total, acc = self.softmax(logit, values)
-        return self.divided(acc, total).to(query.dtype)
+        return self.quotient(acc, total).to(query.dtype)
 
     def window_score(
         self, query: Tensor, key: Tensor, occupied: Tensor, *, scale: float, kernel_size: int, shared_heads: bool
@@ -206,7 +206,7 @@ class Machine:
         return self.logits(query, keys, seen, scale), values
 
     @staticmethod
-    def divided(acc: Tensor, total: Tensor) -> Tensor:
+    def quotient(acc: Tensor, total: Tensor) -> Tensor:
         return torch.where((total == 0)[..., None], 0, acc / total.masked_fill(total == 0, 1)[..., None])
 
     @staticmethod

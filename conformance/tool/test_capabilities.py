@@ -135,7 +135,7 @@ def test_a_call_outside_of_a_capability_is_refused(declared, changes, refused):
     {"key": torch.zeros(2, 2, 32, 64, dtype=torch.float8_e5m2fnuz)},
     {"query": torch.zeros(2, 6, 64, device="meta")}, {"dtype": torch.complex64},
 ], ids="-".join)  # fmt: skip
-def test_a_wrong_argument_that_nobody_can_declare_is_left_to_the_implementation(declared, changes):
+def test_arguments_that_cannot_be_declared_are_checked_by_the_implementation(declared, changes):
     assert capabilities.refusal(Capabilities(**declared), call(**changes)) is None
 
 
@@ -246,19 +246,19 @@ def test_a_property_outside_of_the_capabilities_has_no_case():
     assert set(counted.refused) == {"not declared: masks"}
 
 
-@pytest.mark.parametrize(("aspect", "argument", "declared"), [
+@pytest.mark.parametrize(("prop", "argument", "declared"), [
     ("free_slots", None, Capabilities(masks=False)), ("layouts", "layout", Capabilities(contiguous_only=True)),
     ("accuracy", None, Capabilities(fp8=())), ("accuracy", None, capabilities.of_others(Capabilities())),
 ], ids=["masks", "contiguous_only", "fp8", "readings"])
-def test_what_is_not_declared_is_refused_before_anything_is_drawn(aspect, argument, declared):
+def test_what_is_not_declared_is_refused_before_anything_is_drawn(prop, argument, declared):
     """So Hypothesis knows that there is no other case. Otherwise it would try 458 times."""
     refused = 0
     for subject in subjects.every():
-        if aspect not in subject.aspects:
+        if prop not in subject.properties:
             continue
-        values = {} if argument is None else {argument: subject.aspects[aspect][argument][:1]}
+        values = {} if argument is None else {argument: subject.properties[prop][argument][:1]}
 
-        @given(case=subject.draw(aspect, **values))
+        @given(case=subject.draw(prop, **values))
         @settings(max_examples=1, database=None, suppress_health_check=list(HealthCheck))
         def draws(case):
             pass
@@ -282,5 +282,5 @@ def test_every_state_is_a_subject_and_every_function_has_its_properties():
         needed = {"accuracy", "decisions", "repeatability", "independence", "layouts", "free_slots"}
         if subject.name in WITHOUT_MASKS:
             needed -= {"free_slots"}
-        assert needed <= subject.aspects.keys(), subject
+        assert needed <= subject.properties.keys(), subject
         assert isinstance(subject, StateSubject) == subject.name.endswith("State")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvtwin.conformance import discovery
 from kvtwin.conformance.judge import checkers
 
-METHODS = [pair for pair in discovery.methods() if hasattr(checkers.of(pair.name), "configs")]
+METHODS = [pair for pair in discovery.methods() if hasattr(checkers.checker_of(pair.name), "configs")]
 
 
 @pytest.fixture

@@ -105,5 +105,5 @@ def test_a_result_proves_one_change_in_one_state_of_the_sources(result, proven):
     ({"sources": "s", "tests": 1, "undetected": ["t"], "detail": "passes"}, [], 1),
 ])
 def test_the_exit_code_says_whether_all_tests_detect_their_change(result, none, code, capsys):
-    assert claim_lane._said([Case(row("a", "b"), "toy-1", "s")], {"toy-1": result}, none) == code
+    assert claim_lane._report([Case(row("a", "b"), "toy-1", "s")], {"toy-1": result}, none) == code
     assert f"{len(none)} have none" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def test_a_test_that_has_decided_enough_is_called_once():
     assert not any(plain for plain, _ in seen)
 
 
-def test_a_test_that_has_decided_too_little_draws_plain_cases_until_it_has():
+def test_a_test_with_too_few_decisions_draws_more_plain_cases():
     test, seen = drawing(lambda plain: (1, 1) if plain else (100, 0))
     found = counted(test)
     assert not found.vacuous
@@ -237,14 +237,14 @@ def test_other_rounds_draw_everything():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("aspect", ["decisions", "ties"])
+@pytest.mark.parametrize("prop", ["decisions", "ties"])
 @pytest.mark.parametrize("subject", [subject for subject in STATES if subject.choices], ids=str)
-def test_the_simplest_plain_case_leaves_something_to_decide(subject, aspect, twins):
+def test_the_simplest_plain_case_leaves_something_to_decide(subject, prop, twins):
     """Every round draws it first, whatever the seed. Without it, few examples may all be settled by masks."""
     @settings(max_examples=1, database=None, derandomize=True)
     @given(st.data())
     def judge(data):
-        cases = subject.draw_each(data, aspect) if aspect == "ties" else [data.draw(subject.draw(aspect))]
+        cases = subject.draw_each(data, prop) if prop == "ties" else [data.draw(subject.draw(prop))]
         for case in cases:
             subject.check(subject.module(twins.optimized), case, subject.choices[0], decides=True)
 

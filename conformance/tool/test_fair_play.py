@@ -18,9 +18,9 @@ from kvtwin.conformance.harness import fair_play, process_watch, verdict
 from kvtwin.conformance.harness.impl import Facade, Twins
 from kvtwin.conformance.judge import calls, subjects
 from kvtwin.conformance.judge.mismatch import Mismatch
-from kvtwin.conformance.lab.patients import exploits, longflow, run
-from kvtwin.conformance.lab.patients.exploits import borrowing, ending, looking, replacing, results
-from kvtwin.conformance.lab.patients.stored import CALLS, FOUND, HARMLESS, Row
+from kvtwin.conformance.lab.implementations import exploits, longflow, run
+from kvtwin.conformance.lab.implementations.exploits import borrowing, ending, looking, replacing, results
+from kvtwin.conformance.lab.implementations.stored import CALLS, FOUND, HARMLESS, Row
 from kvtwin.reference.longflow import DecodeResult
 
 FOLDER = Path(exploits.__file__).parent
@@ -50,7 +50,7 @@ def test_there_are_many_kinds():
 @pytest.mark.parametrize("row", ROWS)
 def test_it_is_found_and_named(row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = judged(row, row.tests, tmp_path, monkeypatch)
-    assert run.wrong(found) == {row.shows}, run.shown(found)
+    assert run.wrong(found) == {row.shows}, run.summary_of(found)
     assert row.says in found.properties[row.shows].findings[0]["message"]
     assert found.verdict == verdict.WRONG
 
@@ -59,7 +59,7 @@ def test_it_is_found_and_named(row, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("row", HARMLESS, ids=lambda row: row.id)
 def test_it_is_harmless(row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     found = judged(row, f"({CALLS} or test_numbers) and decode_attention", tmp_path, monkeypatch)
-    assert not run.wrong(found) and found.properties["repeatability"].verdict == verdict.RIGHT, run.shown(found)
+    assert not run.wrong(found) and found.properties["repeatability"].verdict == verdict.RIGHT, run.summary_of(found)
     assert any(row.says in note for note in found.notes) or not row.says
 
 

@@ -19,13 +19,13 @@ from kvtwin.conformance.cases import case as cases
 from kvtwin.conformance.cases import failures, saved
 from kvtwin.conformance.harness import power, verdict_table
 from kvtwin.conformance.judge import attribution, bounds, compare, subjects
-from kvtwin.conformance.lab.patients.run import verdict_of
+from kvtwin.conformance.lab.implementations.run import verdict_of
 from kvtwin.reference import longflow as reference
 
 MODULE = """
 from kvtwin.conformance import Capabilities
-from kvtwin.conformance.lab.patients.longflow import Decode
-from kvtwin.conformance.lab.patients.longflow_states import IgnoresReorder as LongFlowState
+from kvtwin.conformance.lab.implementations.longflow import Decode
+from kvtwin.conformance.lab.implementations.longflow_states import IgnoresReorder as LongFlowState
 
 CAPABILITIES = Capabilities(validates_arguments=False, protected=False, groups=(2,))
 
@@ -127,7 +127,7 @@ def blamed(case, fails, own="decisions", wrong=None):
         if fails(variant):
             compare.fail("wrong")
 
-    subject = types.SimpleNamespace(choices=function.choices, aspects=function.aspects, check=check)
+    subject = types.SimpleNamespace(choices=function.choices, properties=function.properties, check=check)
     return attribution.property_of(subject, "slot", case, None, own, wrong=wrong)
 
 
@@ -169,6 +169,6 @@ def test_a_checker_that_the_reference_fails_is_blamed(tmp_path, monkeypatch, sca
 
     keyword = "test_numbers_are_within_their_bounds and decode_attention-output and not fp8"
     found = verdict_of("longflow", {"decode_attention": decode_attention}, {}, keyword, tmp_path, monkeypatch)
-    text = "\n".join(line for line, _ in verdict_table.lines(found, "patient"))
+    text = "\n".join(line for line, _ in verdict_table.lines(found, "theirs"))
     assert found.properties["accuracy"].verdict == "wrong"
     assert (power.BLAMES_US in text) == (scale == 0.0)

@@ -140,7 +140,7 @@ def test_operands_that_stay_as_they_are_are_asked_about_once():
     assert promoted.calls == 4, "changed operands must be converted every time, as their data differ"
 
 
-def test_operands_of_other_shapes_are_made_of_one_shape_and_nothing_else():
+def test_operands_of_different_shapes_are_broadcast_and_not_checked_again():
     def broadcast(lhs, rhs):
         shape = max(lhs.type.name, rhs.type.name).split()[0]
         return tuple(Operand(f"{shape} {side.type.scalar.name}", side.handle.data) for side in (lhs, rhs))

@@ -39,7 +39,7 @@ def dot_agrees(dot: Any, seed: int, dtype: Any, kind: str, m: int, n: int, k: in
     seed=SEEDS, dtype=DTYPES, kind=KINDS, m=st.integers(1, 40), n=st.integers(1, 40), k=st.integers(1, 70),
     layouts=st.tuples(LAYOUTS, LAYOUTS), batch=st.integers(0, 3),
 )  # fmt: skip
-def test_a_product_does_not_depend_on_where_its_row_and_column_lie(seed, dtype, kind, m, n, k, layouts, batch):
+def test_a_product_does_not_depend_on_the_places_of_its_row_and_column(seed, dtype, kind, m, n, k, layouts, batch):
     assert dot_agrees(arithmetic.dot, seed, dtype, kind, m, n, k, layouts, batch)
 
 
@@ -52,7 +52,7 @@ def blas(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
     return found
 
 
-def test_a_blas_depends_on_where_a_row_lies():
+def test_a_blas_depends_on_the_place_of_a_row():
     """The mutant that the test above must detect."""
     verdicts = [dot_agrees(blas, seed, np.float32, "ordinary", 7, 5, 32, ("rows", "rows"), 0) for seed in range(20)]
     assert not all(verdicts), "the placement test must fail for a BLAS"
@@ -117,11 +117,11 @@ SIZES = st.lists(st.sampled_from([1, 2, 3, 16]), max_size=2)
 
 
 @given(seed=SEEDS, dtype=DTYPES, kind=KINDS, before=SIZES, n=st.integers(1, 130), after=SIZES, layout=LAYOUTS)
-def test_a_sum_does_not_depend_on_where_its_row_lies(seed, dtype, kind, before, n, after, layout):
+def test_a_sum_does_not_depend_on_the_place_of_its_row(seed, dtype, kind, before, n, after, layout):
     assert total_agrees(arithmetic.total, seed, dtype, kind, before, n, after, layout)
 
 
-def test_numpys_sum_depends_on_where_a_row_lies():
+def test_numpys_sum_depends_on_the_place_of_a_row():
     """The mutant."""
     verdicts = [total_agrees(np.sum, seed, np.float32, "ordinary", [], 128, [16], "rows") for seed in range(20)]
     assert not all(verdicts), "the placement test must fail for np.sum"
@@ -206,7 +206,7 @@ def test_the_extremes_of_integers_are_numpys():
 
 @pytest.mark.parametrize("name", ["argmax", "argmin", "cumsum", "cumprod"])
 @given(seed=SEEDS, dtype=DTYPES, kind=KINDS, m=st.integers(1, 20), n=st.integers(1, 70), layout=LAYOUTS)
-def test_what_is_left_to_numpy_does_not_depend_on_the_place_either(name, seed, dtype, kind, m, n, layout):
+def test_numpys_functions_do_not_depend_on_the_place_in_the_array(name, seed, dtype, kind, m, n, layout):
     function = getattr(np, name)
     tile = numbers(seed, dtype, m, n, kind=kind)
     tile[:, n // 2] = tile[:, 0]  # ties
@@ -227,7 +227,7 @@ FUNCTIONS = ["exp", "exp2", "log", "log2", "sin", "cos", "erf", "rsqrt"]
 @given(
     seed=SEEDS, dtype=DTYPES, kind=KINDS, shape=st.lists(st.integers(1, 9), min_size=1, max_size=3), layout=LAYOUTS
 )
-def test_a_function_does_not_depend_on_where_its_operand_lies(name, seed, dtype, kind, shape, layout):
+def test_a_function_does_not_depend_on_the_place_in_the_array(name, seed, dtype, kind, shape, layout):
     function = getattr(elementary, name)
     tile = numbers(seed, dtype, *shape, kind=kind)
     found = function(laid_out(tile, layout))

@@ -1,4 +1,4 @@
-"""Tapes compiled to functions of arrays: the same bits as the interpreter's builder, for the methods that are known."""
+"""Recordings compiled to functions of arrays: the same bits as the interpreter's builder, for the known methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ else:
         return module.TensorHandle(np.array(values, dtype=kind), dtype or tl.dtype(kind.replace("float", "fp")))
 
     def compiled(name, *arguments):
-        """The compiled tape of one request, as a function of the arguments that are handles; these handles; the
+        """The compiled recording of one request, as a function of the arguments that are handles; these handles; the
         builder's result; and the list of calls for which the function fell back to the builder."""
         builder = module.interpreter_builder
         method = getattr(builder, name)
@@ -113,7 +113,7 @@ else:
             same(made.handle, module.interpreter_builder.create_fadd(other, handles[1]))
         assert len(slow) == len(others)
 
-    def test_copies_of_a_row_that_make_the_answer_what_it_is_are_made():
+    def test_rows_are_copied_if_the_result_is_the_whole_block():
         builder, row = module.interpreter_builder, handle([[1, 2]], "int32")
         block = builder.create_broadcast(row, [3, 2])
         answers = [block, builder.create_add(block, block)]
@@ -159,12 +159,12 @@ else:
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
     def test_blocks_of_one_number_or_row_compute_the_same_bits(monkeypatch):
-        tapes = sys.modules[interpreter.MODULE]._patch_builtin.tapes
+        recordings = sys.modules[interpreter.MODULE]._patch_builtin.recordings
         pointer = torch.linspace(-3, 3, 128)
         pointer[5:9] = torch.tensor([-0.0, 0.0, torch.nan, -torch.inf])
         results = []
         for plain in (True, False, False):
-            monkeypatch.setattr(tapes, "plain", plain)
+            monkeypatch.setattr(recordings, "plain", plain)
             for number in (0, 3, 8):
                 results.append(torch.zeros(8, 8))
                 _blocks[(1,)](pointer, results[-1], number, SIZE=8)
@@ -174,5 +174,5 @@ else:
                 for left, right in zip(results[:3], again, strict=True)
             )
         assert any(
-            "empty" not in play.__globals__ for play in tapes.known["tensor.__add__"].values() if play is not None
+            "empty" not in play.__globals__ for play in recordings.known["tensor.__add__"].values() if play is not None
         )

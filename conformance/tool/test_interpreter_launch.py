@@ -109,7 +109,7 @@ def test_tensors_that_are_there_are_not_copied():
 
 @pytest.mark.parametrize("other", [torch.nn.Parameter(torch.ones(2)), (torch.ones(2),), torch.ones(2, device="meta")])
 @pytest.mark.parametrize("by_name", [False, True])
-def test_whatever_else_is_given_is_left_to_the_interpreter(other, by_name):
+def test_other_arguments_are_left_to_the_interpreter(other, by_name):
     given, named = ((), {"x": other}) if by_name else ((other,), {})
     ours = executor()()
     args, kwargs = ours._init_args_hst(given, named)

@@ -30,7 +30,7 @@ module = sys.modules.get(interpreter.MODULE)
 first, second = interpreter.prepare(), interpreter.prepare()
 assert first is second
 print(first)
-print("taped" if hasattr(getattr(module, "_patch_builtin", None), "tapes") else "not taped")
+print("recorded" if hasattr(getattr(module, "_patch_builtin", None), "recordings") else "not recorded")
 """
 
 
@@ -45,23 +45,23 @@ def prepared(before: str = "", **variables: str) -> subprocess.CompletedProcess[
 @pytest.mark.slow
 def test_the_variable_turns_the_accelerator_off():
     ran = prepared(KVTWIN_INTERPRETER="plain")
-    assert ran.stdout.splitlines() == ["plain (KVTWIN_INTERPRETER=plain)", "not taped"], ran.stderr
+    assert ran.stdout.splitlines() == ["plain (KVTWIN_INTERPRETER=plain)", "not recorded"], ran.stderr
 
 
 @pytest.mark.slow
 def test_a_difference_in_triton_turns_the_accelerator_off():
     ran = prepared("module._get_np_dtype = lambda tt_dtype: None; module._patch_lang = None")
-    line, taped = ran.stdout.splitlines()
+    line, recorded = ran.stdout.splitlines()
     assert line == (
         f"plain and slow: the accelerator is written for triton {internals.VERSIONS}, and triton {triton.__version__} "
         "differs: _get_np_dtype has another source (and 1 more)"
     ), ran.stderr
-    assert taped == "not taped"
+    assert recorded == "not recorded"
 
 
 def test_where_kernels_are_compiled_nothing_is_prepared():
     ran = prepared(TRITON_INTERPRET="0")
-    assert ran.stdout.splitlines() == ["None", "not taped"], ran.stderr
+    assert ran.stdout.splitlines() == ["None", "not recorded"], ran.stderr
 
 
 def test_without_the_interpreter_triton_is_not_imported():
@@ -81,10 +81,10 @@ def test_another_mode_is_refused_with_what_is_accepted(monkeypatch, asked):
     assert str(caught.value) == f"KVTWIN_INTERPRETER must be 'fast' or 'plain', got {asked!r}"
 
 
-def test_a_source_is_known_by_what_it_says():
+def test_a_source_is_known_by_its_text():
     digest = internals.digest
-    assert digest(test_a_source_is_known_by_what_it_says) == digest(test_a_source_is_known_by_what_it_says)
-    assert digest(test_a_source_is_known_by_what_it_says) != digest(digest)
+    assert digest(test_a_source_is_known_by_its_text) == digest(test_a_source_is_known_by_its_text)
+    assert digest(test_a_source_is_known_by_its_text) != digest(digest)
     assert digest(None) is None
     assert digest(len) is None
 

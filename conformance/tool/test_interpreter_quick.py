@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvtwin.conformance import interpreter
 from kvtwin.conformance.interpreter import arrays, functions, internals, language, launch
-from kvtwin.conformance.interpreter.tape import Recorder
+from kvtwin.conformance.interpreter.recordings import Recorder
 
 INTERPRETED = interpreter.interprets(triton.language.standard)
 if INTERPRETED and not interpreter.prepare().accelerated:
@@ -34,7 +34,7 @@ def test_other_sources_are_left_alone():
     )  # fmt: skip
     before = dict(vars(other))
     language._convert_quickly(other)
-    functions.tape_functions(other, None)
+    functions.record_functions(other, None)
     launch.remember_arguments(other)
     assert vars(other) == before
     assert not arrays.Compiler(other).methods & {"create_load", "create_store"}
@@ -43,7 +43,7 @@ def test_other_sources_are_left_alone():
 
 if INTERPRETED:
     module = sys.modules[interpreter.MODULE]
-    tapes = module._patch_builtin.tapes
+    recordings = module._patch_builtin.recordings
 
     def known(sources):
         """Skip a test about sources that this Triton does not have: its results are the interpreter's own."""
@@ -97,8 +97,8 @@ if INTERPRETED:
         for argument in (given, given[1:] if isinstance(given, torch.Tensor) else given):
             assert seen(ours, argument) == seen(original, argument)
 
-    def test_a_language_that_is_patched_while_a_call_is_recorded_has_tapes(monkeypatch):
-        """Otherwise its functions pass the recorder by in Triton 3.6, and later calls get no tapes."""
+    def test_a_language_that_is_patched_during_a_recording_is_recorded(monkeypatch):
+        """Otherwise its functions pass the recorder by in Triton 3.6, and later calls get no recordings."""
 
         def patched():
             scope = module._LangPatchScope()
@@ -138,17 +138,17 @@ if INTERPRETED:
         return torch.cat([out.view(torch.int32).flatten(), whole_out])
 
     @known(internals.REDUCTIONS)
-    def test_the_standard_library_computes_the_same_bits_taped(monkeypatch):
+    def test_the_standard_library_computes_the_same_bits_recorded(monkeypatch):
         results = []
-        for plain in (True, False, False):  # without tapes; recorded; played
-            monkeypatch.setattr(tapes, "plain", plain)
+        for plain in (True, False, False):  # without recordings; recorded; played
+            monkeypatch.setattr(recordings, "plain", plain)
             results.append([library(seed) for seed in range(6)])
         for again in results[1:]:
             assert all(torch.equal(left, right) for left, right in zip(results[0], again, strict=True))
         assert len({result.sum().item() for result in results[0]}) == 6, "the cases must differ"
 
     @known(internals.REDUCTIONS)
-    def test_a_taped_function_does_not_run_again(monkeypatch):
+    def test_a_recorded_function_does_not_run_again(monkeypatch):
         library(0)
         reduced = []
         monkeypatch.setattr(module.ReduceOps, "sum", lambda self, input: reduced.append(input))
@@ -176,7 +176,7 @@ if INTERPRETED:
             source *= factor
             _copied[(1,)](source, target, SIZE=16)
         assert torch.equal(target, torch.cat([source, source[:1]]))
-        assert not asked, "both must be in the tape"
+        assert not asked, "both must be in the recording"
 
 else:
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvtwin.conformance import discovery, stats
-from kvtwin.conformance.cases.block_cases import sized
+from kvtwin.conformance.cases.block_cases import with_spiked_values
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.bounds import Interval
@@ -285,7 +285,7 @@ FAULTS = [
 def test_a_faulty_method_is_noticed(name, state, options):
     made = trace(name, **options)
     with pytest.raises(Mismatch), stats.collect():
-        lockstep.run(sized(made) if name == "vatp" else made, faulty(name, state))
+        lockstep.run(with_spiked_values(made) if name == "vatp" else made, faulty(name, state))
 
 
 class PicksTheLast:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtwin.conformance import discovery, stats
 from kvtwin.conformance.cases import contents
-from kvtwin.conformance.cases.block_cases import AttendCase, sized
+from kvtwin.conformance.cases.block_cases import AttendCase, with_spiked_values
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep
 from kvtwin.conformance.judge.bounds import arithmetic
@@ -24,7 +24,7 @@ from kvtwin.conformance.judge.compare import Mismatch, assert_within
 from kvtwin.conformance.tool.emulate import Machine
 from kvtwin.reference.attention import per_query_head, zero_unoccupied
 
-TOVA = checkers.of("tova")  # None if there is no such method
+TOVA = checkers.checker_of("tova")  # None if there is no such method
 #: Methods that add up what keys receive.
 METHODS = {pair.name: pair.reference for pair in discovery.methods() if pair.name in ("h2o", "vatp")}
 
@@ -68,7 +68,7 @@ def used_by(machine: Machine, case: AttendCase) -> dict[str, float]:
     query = case.query.masked_fill(~case.valid.repeat_interleave(case.group, 1)[..., None], 0)
     weight, log_weight = weights(machine, query, zero_unoccupied(case.key, case.occupied), attention.seen, case.factor)
     found = {"received": assert_within(
-        received(machine, weight, case.key_value_heads), blocks.received(attention),
+        received(machine, weight, case.key_value_heads), blocks.received_attention(attention),
         blocks.received_error(attention, allowed), what="received",
     )}
     if TOVA is None:
@@ -84,7 +84,7 @@ def used_by(machine: Machine, case: AttendCase) -> dict[str, float]:
     found["log weight"] = assert_within(total[seen] * math.log(2), truth[seen], half[seen], what="log weight")
     mean = machine.exp2(total) / case.group if machine.logs else received(machine, one, case.key_value_heads)
     found["weight"] = assert_within(
-        mean, blocks.received(newest), TOVA.weight_error(newest, allowed), what="weight"
+        mean, blocks.received_attention(newest), TOVA.weight_error(newest, allowed), what="weight"
     )
     return found
 
@@ -146,7 +146,7 @@ def test_no_correct_arithmetic_exceeds_the_bounds_of_sums_over_many_blocks(dtype
         with stats.collect():
             lockstep.run(trace, tested, module)
             if name == "vatp" and content == "ordinary":
-                lockstep.run(sized(trace), tested, module)
+                lockstep.run(with_spiked_values(trace), tested, module)
 
 
 def test_errors_of_sums_are_noticed_once_they_exceed_their_bound():
@@ -186,4 +186,4 @@ def test_tova_newest_is_the_last_real_query(pair):
     assert not bool(newest.seen[2].any())
     tensors = (case.tensors[name].double() for name in ("query", "key", "value"))
     truth = pair.reference.attend(*tensors, occupied).received
-    assert_within(blocks.received(newest), truth, blocks.received_error(newest, arithmetic(case.dtype)))
+    assert_within(blocks.received_attention(newest), truth, blocks.received_error(newest, arithmetic(case.dtype)))

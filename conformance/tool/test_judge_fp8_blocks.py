@@ -24,7 +24,7 @@ from kvtwin.reference.attention import per_query_head, zero_unoccupied
 
 #: The pairs with an `attend`, by name.
 ATTENDS = {pair.name: pair for pair in discovery.methods() if Fp8AttendCase in checkers.ask(pair.name, "CASES", ())}
-TOVA = checkers.of("tova")  # None if there is no such method
+TOVA = checkers.checker_of("tova")  # None if there is no such method
 FULL = (Machine("sequential", lean=-1), Machine("reversed", fused=True, lean=1, block=16, logs=True))
 HALF = Machine("sequential", truncates=True, lean=1, block=16, flushes=True)
 MACHINES = [(torch.float32, machine) for machine in FULL] + [
@@ -53,7 +53,7 @@ def computed(machine: Machine, case: Fp8AttendCase, first: bool) -> tuple[Tensor
     query = case.query.masked_fill(~case.valid.repeat_interleave(case.group, 1)[..., None], 0)
     logit = machine.logits(query, tensors[0], case.attention.seen, case.factor, factors[0])
     row_max, total, acc = machine.softmax(logit, tensors[1])
-    output = machine.divided(acc, total)
+    output = machine.quotient(acc, total)
     output = output if factors[1] is None else machine.times(output, factors[1])
     weight = machine.exp2(logit - (row_max + machine.log2(total))[..., None]).masked_fill(~case.attention.seen, 0)
     return output.to(case.dtype), weight
@@ -73,8 +73,8 @@ def utilisation(machine: Machine, case: Fp8AttendCase, first: bool) -> dict[str,
     used = {
         "output": assert_within(output, attention.output, bounds.output_error(attention, allowed), what="output"),
         "received": assert_within(
-            received(machine, weight, heads), blocks.received(attention), blocks.received_error(attention, allowed),
-            what="received",
+            received(machine, weight, heads), blocks.received_attention(attention),
+            blocks.received_error(attention, allowed), what="received",
         ),
     }
     if TOVA is not None:
@@ -82,8 +82,8 @@ def utilisation(machine: Machine, case: Fp8AttendCase, first: bool) -> dict[str,
         last = (attention.logit == newest.logit).all(-1).to(torch.int8).argmax(2)[..., None, None]
         one = weight.gather(2, last.expand(-1, -1, 1, weight.shape[-1]))
         used["newest"] = assert_within(
-            received(machine, one, heads), blocks.received(newest), TOVA.weight_error(newest, allowed), what="newest"
-        )
+            received(machine, one, heads), blocks.received_attention(newest), TOVA.weight_error(newest, allowed),
+            what="newest")
     return used
 
 
@@ -130,7 +130,7 @@ def test_a_scale_widens_the_bounds_of_attend_by_one_rounding():
 @pytest.mark.parametrize("name", ATTENDS)
 def test_wrong_scales_are_caught(name, fp8):
     """Without a scale, with that of another head, and scaled keys and values that are rounded to 16 bits."""
-    judge, attend = checkers.of(name), ATTENDS[name].reference.attend
+    judge, attend = checkers.checker_of(name), ATTENDS[name].reference.attend
     case = Fp8AttendCase(
         batch=2, key_value_heads=2, group=2, slots=20, queries=3, fp8=fp8, dtype=torch.bfloat16, content="codes",
         method=name, seed=308,

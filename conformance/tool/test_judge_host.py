@@ -47,18 +47,18 @@ class Pair(NamedTuple):
 def test_a_copy_goes_back_as_the_tensor_that_it_was_copied_from():
     """With its strides. What was changed since, on either side, is copied."""
     strided = torch.arange(24.0).view(2, 3, 4).transpose(0, 2)[::2]
-    found = host.copied({"key": Pair(strided, [strided, None, "x", 3]), "count": (1, 2)})
+    found = host.to_cpu({"key": Pair(strided, [strided, None, "x", 3]), "count": (1, 2)})
     assert isinstance(found["key"], Pair) and found["key"].other[1:] == [None, "x", 3] and found["count"] == (1, 2)
     copy = found["key"].one
     assert torch.equal(copy, strided) and copy.data_ptr() != strided.data_ptr()
-    back = host.returned(found, CPU)
+    back = host.to_device(found, CPU)
     assert back["key"].one is strided and back["key"].other[0] is strided and back["count"] == (1, 2)
     copy += 1
-    assert torch.equal(host.returned(copy, CPU), strided + 1)
-    copy = host.copied(strided)
+    assert torch.equal(host.to_device(copy, CPU), strided + 1)
+    copy = host.to_cpu(strided)
     strided += 1
-    assert torch.equal(host.returned(copy, CPU), strided - 1)
-    assert host.returned(copy + 1, CPU) is not strided
+    assert torch.equal(host.to_device(copy, CPU), strided - 1)
+    assert host.to_device(copy + 1, CPU) is not strided
 
 
 @pytest.mark.parametrize("pair", discovery.methods(), ids=str)

@@ -294,7 +294,7 @@ def test_a_reorder_that_forgets_a_part_is_noticed():
 
 def test_every_judge_is_found_by_its_name():
     assert {"longflow", "snapkv"} <= checkers.every().keys()
-    assert checkers.of("nothing") is None and checkers.ask("nothing", "SMALL", {"budget": 2}) == {"budget": 2}
+    assert checkers.checker_of("nothing") is None and checkers.ask("nothing", "SMALL", {"budget": 2}) == {"budget": 2}
     with pytest.raises(LookupError, match="longflow"):
         checkers.pair("nothing")
 
@@ -304,7 +304,7 @@ def test_every_judge_is_found_by_its_name():
 ], ids=lambda value: getattr(value, "__name__", ""))
 def test_states_without_a_checker_must_agree_exactly(state, says, monkeypatch):
     """The default adapter checks attention and slots, but no scores."""
-    monkeypatch.setattr(registry, "of", lambda name: None)
+    monkeypatch.setattr(registry, "checker_of", lambda name: None)
     with stats.collect():
         if state is None:
             assert lockstep.run(TRACES["prompt"], longflow).steps == 9
@@ -324,7 +324,7 @@ def test_a_choice_made_within_a_step_is_adopted_before_slots_are_compared(monkey
 
     calls: list[list[str]] = []
     adopts = True
-    monkeypatch.setattr(checkers.of("longflow"), "Adapter", Adapter)
+    monkeypatch.setattr(checkers.checker_of("longflow"), "Adapter", Adapter)
     trace = StateTrace(config=config(protect_newest=False), steps=12)
     trace._adopt(near_tie_tokens(12))
     lockstep.run(trace, Faulty(PicksTheLast))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge.checkers.synckv_state import Adapter, ranked
+from kvtwin.conformance.judge.checkers.synckv_state import Adapter, best_candidates
 from kvtwin.conformance.judge.compare import Mismatch
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.reference.synckv import HeadClusters, SyncKVConfig, SyncKVState
@@ -142,5 +142,5 @@ def test_equal_tokens_may_be_chosen_by_the_rule_only():
 def test_ranked_takes_the_lowest_of_equals():
     score = torch.tensor([[[1.0, 2.0, 2.0, 0.0]]])
     there = torch.tensor([[[True, True, True, False]]])
-    assert ranked(score, there, 1).tolist() == [[[1]]]
-    assert ranked(score, there, 4).tolist() == [[[0, 1, 2, -1]]]
+    assert best_candidates(score, there, 1).tolist() == [[[1]]]
+    assert best_candidates(score, there, 4).tolist() == [[[0, 1, 2, -1]]]

@@ -17,7 +17,7 @@ from kvtwin.conformance.judge.compare import JudgeError, Mismatch, assert_within
 from kvtwin.conformance.judge.compare_by_age import assert_kept_by_age_right
 from kvtwin.conformance.judge.fields import field
 from kvtwin.conformance.judge.trace import follow
-from kvtwin.conformance.lab.patients.longflow_states import LongFlow, SecondBestAtTimes
+from kvtwin.conformance.lab.implementations.longflow_states import LongFlow, SecondBestAtTimes
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 
 from kvtwin.conformance.cases.layouts import LAYOUTS, lay_out
 from kvtwin.conformance.judge import unchanged as module
-from kvtwin.conformance.judge.host import copied
+from kvtwin.conformance.judge.host import to_cpu
 from kvtwin.conformance.judge.unchanged import ChangedInput, also, unchanged
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
@@ -74,7 +74,7 @@ def test_tensors_are_found_in_dicts_tuples_and_later_ones():
 
 def test_of_a_copy_on_the_host_the_original_is_compared():
     original = torch.zeros(2)
-    copy = copied(original)
+    copy = to_cpu(original)
     assert "1 of 2" in changed({"key": copy}, lambda: original[:1].fill_(1))
     with unchanged({"key": copy}):
         copy.fill_(1)  # the call got the original

@@ -11,7 +11,7 @@ import pytest
 
 from kvtwin.conformance.harness import kernel_keys, suite
 
-#: Computes all keys in two orders, without and with `settle`, each time from the beginning.
+#: Computes all keys in two orders, without and with `compute_keys`, each time from the beginning.
 KEYS = """
 import json
 import random
@@ -26,7 +26,7 @@ def keys(seed, settled):
     for function in found.values():
         function.hash, function.used_global_vals = None, {}
     if settled:
-        kernel_keys.settle()
+        kernel_keys.compute_keys()
     order = sorted(found)
     random.Random(seed).shuffle(order)
     computed = {name: found[name].cache_key for name in order}
@@ -42,7 +42,7 @@ print(json.dumps({
 
 @pytest.mark.slow_on_cpu
 def test_keys_do_not_depend_on_the_order_of_use():
-    """Without `settle`, they do; a release of Triton in which they do not needs no harness/kernel_keys.py."""
+    """Without `compute_keys`, they do; a release of Triton in which they do not needs no harness/kernel_keys.py."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", KEYS], env=environment, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
@@ -52,14 +52,14 @@ def test_keys_do_not_depend_on_the_order_of_use():
 
 
 @pytest.mark.parametrize("interpreter", [False, True])
-def test_a_run_on_a_gpu_settles_them_before_it_collects(monkeypatch, interpreter):
+def test_a_run_on_a_gpu_computes_them_before_it_collects(monkeypatch, interpreter):
     calls = []
-    monkeypatch.setattr(kernel_keys, "settle", lambda: calls.append("settle"))
+    monkeypatch.setattr(kernel_keys, "compute_keys", lambda: calls.append("compute_keys"))
     one = object.__new__(suite.Suite)
     one.freezes = False
     one.backend = type("Backend", (), {"interpreter": interpreter})
     hook = one.pytest_collection()
     next(hook)
-    assert calls == ([] if interpreter else ["settle"])
+    assert calls == ([] if interpreter else ["compute_keys"])
     with pytest.raises(StopIteration):
         hook.send(None)

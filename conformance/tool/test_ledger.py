@@ -288,11 +288,11 @@ def test_lost_words_are_named(folder):
 
 
 def test_counts_name_our_statements_and_misprints_apart(folder):
-    assert ledger.counted(ledger.load(folder(CLAIM + FALSE + OURS))) == "1 hold, 1 are false; 1 statements of ours hold"
-    assert ledger.counted(ledger.load(folder(OURS))) == "1 statements of ours hold"
-    assert ledger.counted(ledger.load(folder(CLAIM + MISPRINT))) == "1 hold; 1 misprint"
+    assert ledger.counts(ledger.load(folder(CLAIM + FALSE + OURS))) == "1 hold, 1 are false; 1 statements of ours hold"
+    assert ledger.counts(ledger.load(folder(OURS))) == "1 statements of ours hold"
+    assert ledger.counts(ledger.load(folder(CLAIM + MISPRINT))) == "1 hold; 1 misprint"
     two = MISPRINT + MISPRINT.replace("LF-6", "LF-7")
-    assert ledger.counted(ledger.load(folder(two + OURS))) == "2 misprints; 1 statements of ours hold"
+    assert ledger.counts(ledger.load(folder(two + OURS))) == "2 misprints; 1 statements of ours hold"
 
 
 def test_the_readme_counts_as_the_ledger_does():
@@ -301,7 +301,7 @@ def test_the_readme_counts_as_the_ledger_does():
     said = sum(claim.verdict not in ledger.APART for claim in own)
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"^claims of longflow: .*(?=, \.\.\.$)", readme, re.MULTILINE)
-    assert f"claims of longflow: {said} of {said} checked: {ledger.counted(own)}".startswith(shown)
+    assert f"claims of longflow: {said} of {said} checked: {ledger.counts(own)}".startswith(shown)
 
 
 def test_main_prints_the_table(capsys):

@@ -309,7 +309,7 @@ def test_sources_are_the_mutated_file_and_the_test_files(tree):
     ({}, True), ({"status": "survived"}, False), ({"digest": "0"}, False), ({"sources": "0"}, False),
     ({"sources": None}, False), ({"name": "other"}, False),
 ])
-def test_a_result_proves_the_present_sources_alone(change, proven):
+def test_a_result_holds_only_for_the_present_sources(change, proven):
     row = {"name": "m", "digest": BOTH.digest, "sources": "1", "status": "killed"} | change
     row = {key: value for key, value in row.items() if value is not None}
     assert mutate.without_proof([BOTH], {"m": "1"}, [row]) == ([] if proven else [BOTH])

@@ -93,7 +93,7 @@ def test_its_modules_are_found_by_its_name(package, undiscovered):
     assert twins.reference.theirs.__name__ == "theirs.reference"
     assert twins.optimized.theirs.SIDE == "optimized"
     assert checkers.module(twins.optimized, checkers.pair("theirs")) is twins.optimized.theirs
-    assert checkers.of("theirs").__name__ == "theirs.checker"
+    assert checkers.checker_of("theirs").__name__ == "theirs.checker"
     assert checkers.ask("theirs", "SMALL", None) == {"a": 1}
     assert checkers.ask("theirs", "configs", None)(3, 1) == 3
     assert not hasattr(twins.optimized, "unknown")

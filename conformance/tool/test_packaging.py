@@ -125,7 +125,7 @@ def test_the_package_says_what_it_is_without_torch(tmp_path):
     assert "cannot import name" in python("-c", "from kvtwin import nothing", folder=tmp_path).stderr
 
 
-def test_installed_under_kvtwin_alone(tmp_path):
+def test_everything_is_installed_below_kvtwin(tmp_path):
     """No import statement finds reference, fixtures, ... from a directory that is not the source tree."""
     code = f"import importlib.util; print([name for name in {FOLDERS!r} if importlib.util.find_spec(name)])"
     assert python("-c", code, folder=tmp_path).stdout.strip() == "[]"

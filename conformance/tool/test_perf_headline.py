@@ -221,7 +221,7 @@ def test_the_largest_batch():
     assert [base.rows_that_fit(room, 10.0, 4096) for room in (1, 155, 199, 657, 10**6)] == [1, 15, 16, 64, 4096]
 
 
-def test_a_batch_that_does_not_fit_after_all_shrinks_until_it_does(run):
+def test_a_batch_that_exceeds_the_memory_is_made_smaller(run):
     tried = []
 
     def measure(batch):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance.lab.docs_source import docs_module
+from kvtwin.conformance.lab.implementations import planting, right
+from kvtwin.conformance.lab.implementations.faults import FAULTS
 from kvtwin.conformance.lab.mutation import power
-from kvtwin.conformance.lab.patients import planting, right
-from kvtwin.conformance.lab.patients.faults import FAULTS
 
 
 def record(name: str, seed: int, verdict: str, kind: str = power.FAULTS, device: str = "cpu", **more: Any) -> dict:
@@ -124,7 +124,7 @@ import json, os
 from kvtwin.conformance.lab.mutation.power import run
 from kvtwin.conformance.lab.mutation.verdict_server import Order
 
-IMPL = "kvtwin.conformance.lab.patients"
+IMPL = "kvtwin.conformance.lab.implementations"
 planted = {"KVTWIN_PLANTED": "row-10", "KVTWIN_PLANTED_SEED": "1"}
 orders = [
     Order("right", "streaming_llm", f"{IMPL}.right.in_numpy", 1, fits=None),

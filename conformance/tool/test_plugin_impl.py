@@ -190,7 +190,7 @@ def test_an_import_that_raises_is_a_usage_error(pytester, statement, says):
 
 # Each wraps a right implementation, with the given dtypes and device, and breaks one thing.
 WRAPPED = """
-from kvtwin.conformance.lab.patients.longflow import Decode
+from kvtwin.conformance.lab.implementations.longflow import Decode
 from kvtwin.reference.longflow import DecodeResult
 
 class right:

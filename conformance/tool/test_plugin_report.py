@@ -29,7 +29,7 @@ def test_passes(twins):
     stats.decisions(10, 9)
     stats.utilisation(0.0625)
     stats.utilisation(0.03125)
-    stats.adjudicated(2)
+    stats.adjudicate(2)
     for _ in range(2):
         stats.judged_case(DecodeCase(slots=9, batch=2), "decode_attention")
     stats.elements(12)
@@ -283,13 +283,13 @@ def test_an_unknown_kind_is_a_usage_error(run):
 
 
 def test_a_claim_with_a_skipped_variant_is_checked_and_one_with_a_failed_variant_failed():
-    def of(*outcomes: str) -> str:
+    def outcome_of(*outcomes: str) -> str:
         found = [results.Result(str(number), claims=("LF-3",), outcome=one) for number, one in enumerate(outcomes)]
         return summary.claim_outcomes(found)["LF-3"]
 
-    assert of("passed", "skipped") == of("skipped", "passed") == "passed"
-    assert of("passed", "failed", "passed") == of("error", "passed") == "failed"
-    assert of("skipped") == "skipped"
+    assert outcome_of("passed", "skipped") == outcome_of("skipped", "passed") == "passed"
+    assert outcome_of("passed", "failed", "passed") == outcome_of("error", "passed") == "failed"
+    assert outcome_of("skipped") == "skipped"
 
 
 def test_the_summary_counts_our_statements_and_misprints_apart(monkeypatch):

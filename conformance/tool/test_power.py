@@ -91,7 +91,7 @@ def test_a_case_counts_once():
         for case in (DecodeCase(slots=5, batch=2), DecodeCase(slots=9), DecodeCase(slots=5, batch=2)):
             include(case)
     assert (found.cases, found.elements) == (2, 20)
-    assert power.described(found.judged.values()) == {
+    assert power.described_cases(found.judged.values()) == {
         "dtypes": {"float32": 2}, "layouts": {"contiguous": 2}, "rows": 3, "slots": 9,
     }  # fmt: skip
     with stats.collect() as found:
@@ -188,7 +188,7 @@ def test_why_a_dtype_is_lacking(lacking, expected, why):
     assert (one.verdict, one.why) == (expected, why)
 
 
-def test_each_function_needs_each_dtype_that_its_cases_have():
+def test_each_function_is_judged_in_each_dtype_of_its_cases():
     other = {"subject": "longflow.compress_prefill"}
     one = judged(result("accuracy", *DTYPES), result("accuracy", "float32", **other)).properties["accuracy"]
     assert one.why == "not covered: float16, bfloat16"
@@ -254,7 +254,7 @@ def test_a_test_draws_on_until_it_has_judged_each_dtype(quick, least, monkeypatc
 def test_what_is_refused_is_recorded():
     def refuse(case: DecodeCase) -> None:
         if case.dtype == torch.float16:
-            stats.refused("theirs: float16")
+            stats.record_refusal("theirs: float16")
             hypothesis.reject()
 
     test, _ = drawing(refuse)
@@ -276,7 +276,7 @@ def test_a_refused_dtype_is_given_up():
 def test_a_dtype_may_be_the_only_one_that_is_not_refused():
     def refuse(case: DecodeCase) -> None:
         if case.dtype != torch.bfloat16:
-            stats.refused("theirs: dtype")
+            stats.record_refusal("theirs: dtype")
             hypothesis.reject()
 
     found = drawn(drawing(refuse)[0])
@@ -285,7 +285,7 @@ def test_a_dtype_may_be_the_only_one_that_is_not_refused():
         drawn(drawing(lambda case: hypothesis.reject())[0])
 
 
-def test_cases_without_a_dtype_are_not_drawn_for_ever():
+def test_drawing_ends_if_no_case_has_the_dtype():
     seen = []
 
     @settings(max_examples=6, database=None, derandomize=True)
@@ -317,7 +317,7 @@ WITHOUT_NUMBERS = ("cake.budgets", "random.score", "streaming_llm.keep", "thinkv
 
 
 @pytest.mark.parametrize("subject", [
-    pytest.param(one, id=str(one)) for one in subjects.every() if one.aspects
+    pytest.param(one, id=str(one)) for one in subjects.every() if one.properties
 ])  # fmt: skip
 def test_the_cases_of_every_function_and_state_come_in_every_dtype(subject):
     """Otherwise a verdict would not need them."""

@@ -54,15 +54,15 @@ FAULTS = {"fault_memcheck", "fault_initcheck", "fault_inline"}
     (SYNCCHECK, "fault_inline", 0),
 ], ids=sanitize.TOOLS)
 def test_findings_are_those_in_our_kernels(log, kernel, others):
-    found = sanitize.parsed(log, FAULTS)
+    found = sanitize.findings_in(log, FAULTS)
     assert {name: len(texts) for name, texts in found.ours.items()} == {kernel: 1}
     assert (found.others, found.finished) == (others, True)
-    assert not sanitize.parsed(log, {"attend_kernel"}).ours
+    assert not sanitize.findings_in(log, {"attend_kernel"}).ours
 
 
 def test_a_tool_that_stops_early_has_not_finished():
-    assert not sanitize.parsed(MEMCHECK.partition("========= ERROR")[0], FAULTS).finished
-    assert sanitize.parsed("no output of a tool", FAULTS) == sanitize.Found({}, 0, False)
+    assert not sanitize.findings_in(MEMCHECK.partition("========= ERROR")[0], FAULTS).finished
+    assert sanitize.findings_in("no output of a tool", FAULTS) == sanitize.Found({}, 0, False)
 
 
 #: A stand-in for compute-sanitizer: it runs nothing, and prints what `LOGS` has for the tool and the module.
@@ -86,7 +86,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (logs / f"{tool}.faults").write_text(log)
         (logs / f"{tool}.launch").write_text(CLEAN)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(sanitize, "listed", lambda methods: {"kvtwin.some_kernel"})
+    monkeypatch.setattr(sanitize, "launched_kernels", lambda methods: {"kvtwin.some_kernel"})
     run = sanitize.run
     monkeypatch.setattr(sanitize, "run", lambda tool, *rest: run(tool, *rest) if tool else (0, ""))
     return logs
@@ -120,7 +120,7 @@ def test_without_the_program_it_is_a_usage_error(monkeypatch, capsys):
     (CLEAN, 6, 0, "memcheck: 0 findings"), (CLEAN, 1, 1, "longflow of theirs: WRONG"), (CLEAN, 4, 4, ""),
     ("", 0, 3, ""),
 ], ids=["finding", "of torch", "a name like a library's", "few cases", "wrong", "no start", "not finished"])
-def test_somebody_elses_kernels_under_a_tool(log, code, status, says, tmp_path, monkeypatch, capsys):
+def test_the_tool_reports_on_another_packages_kernels(log, code, status, says, tmp_path, monkeypatch, capsys):
     program = tmp_path / sanitize.PROGRAM
     program.write_text(f"#!{sys.executable}\nprint({log!r} + 'longflow of theirs: WRONG')\nraise SystemExit({code})\n")
     program.chmod(0o755)

@@ -56,8 +56,8 @@ def case(**more: Any) -> DecodeCase:
 @pytest.mark.parametrize("subject", SIZED, ids=str)
 def test_the_reference_is_right_in_every_property(subject):
     module = subject.module(Twins("kvtwin.reference").optimized)
-    for aspect in subject.aspects:
-        for one in itertools.islice(served.cases(subject, aspect), 1):
+    for prop in subject.properties:
+        for one in itertools.islice(served.cases(subject, prop), 1):
             assert one.batch == 3 and (one.head_dim in (16, 24) or "head_dim" in one.fixed)
             with fields.apart() as found:
                 subject.verify(module, one)
@@ -73,7 +73,7 @@ def test_traces_of_every_state(subject):
 
 def test_accuracy_and_decisions_share_all_models_in_all_dtypes():
     found = Counter(
-        (one.query_heads, one.head_dim, one.dtype) for aspect in served.CORE for one in served.cases(DECODE, aspect)
+        (one.query_heads, one.head_dim, one.dtype) for prop in served.CORE for one in served.cases(DECODE, prop)
     )
     count = len(served.MODELS)
     assert len(found) >= 2 * count - 1 and {dtype for *_, dtype in found} == set(served.DTYPES)
@@ -88,7 +88,7 @@ def test_accuracy_and_decisions_share_all_models_in_all_dtypes():
 ])
 def test_cases_stay_inside_of_what_is_declared(declared, expected):
     with capabilities.use(capabilities.Capabilities(**declared)):
-        found = [one for aspect in served.CORE for one in served.cases(DECODE, aspect)]
+        found = [one for prop in served.CORE for one in served.cases(DECODE, prop)]
     assert {name: {getattr(one, name) for one in found} for name in expected} == expected
 
 

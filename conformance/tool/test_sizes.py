@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtwin.conformance import Capabilities, capabilities, stats
 from kvtwin.conformance.judge import sizes, subjects
 from kvtwin.conformance.judge.compare import Mismatch
-from kvtwin.conformance.lab.patients import longflow
+from kvtwin.conformance.lab.implementations import longflow
 
 SIZED = [one for one in subjects.every() if not isinstance(one, subjects.StateSubject) and one.sized]
 

@@ -13,7 +13,7 @@ from kvtwin.conformance.harness import survival
 #: Right, but for calls with more than nine slots.
 MODULE = """
 import ctypes, os, sys, types
-from kvtwin.conformance.lab.patients.longflow import Decode
+from kvtwin.conformance.lab.implementations.longflow import Decode
 
 def decode_attention(query, key, value, occupied, **options):
     if key.shape[2] > 9:

@@ -12,7 +12,7 @@ from kvtwin.conformance.cases import saved
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.judge import checkers, lockstep, subjects, variants
 from kvtwin.conformance.judge.compare import Mismatch
-from kvtwin.conformance.lab.patients import longflow_states
+from kvtwin.conformance.lab.implementations import longflow_states
 from kvtwin.conformance.refusals import NotProvided
 from kvtwin.reference import longflow
 
@@ -29,16 +29,16 @@ def pair(name: str) -> discovery.Pair:
 
 
 def named(name: str, method: str = "longflow") -> variants.Variant:
-    return next(one for one in variants.of(method) if one.name == name)
+    return next(one for one in variants.variants_of(method) if one.name == name)
 
 
-def patient(state: type) -> types.SimpleNamespace:
+def longflow_of(state: type) -> types.SimpleNamespace:
     return types.SimpleNamespace(LongFlowState=state)
 
 
 @every_method
 def test_every_variant_has_a_trace_whose_config_is_valid(pair):
-    made = variants.of(pair.name)
+    made = variants.variants_of(pair.name)
     assert len({one.name for one in made}) == len(made) >= len(variants.GENERIC)
     for one in made:
         trace = variants.trace_of(pair, one, 0, CPU)
@@ -51,7 +51,7 @@ def test_every_variant_has_a_trace_whose_config_is_valid(pair):
 def test_variants_stay_inside_of_what_is_declared(pair):
     provided = 0
     with capabilities.use(SMALL):
-        for one in variants.of(pair.name):
+        for one in variants.variants_of(pair.name):
             try:
                 trace = variants.trace_of(pair, one, 0, CPU)
             except NotProvided:
@@ -74,10 +74,10 @@ def test_a_variant_whose_own_option_is_not_declared_is_not_provided():
 
 def test_a_state_without_pages_or_turns_does_not_provide_them():
     with pytest.raises(NotProvided, match="pages"):
-        variants.check(pair("longflow"), named("per-head-in-pages"), patient(longflow_states.LongFlow), CPU)
+        variants.check(pair("longflow"), named("per-head-in-pages"), longflow_of(longflow_states.LongFlow), CPU)
     turn = variants.variant("turn", turns=((1, 2),))
     with pytest.raises(NotProvided, match="append_block"):
-        variants.check(pair("longflow"), turn, patient(longflow_states.LongFlow), CPU)
+        variants.check(pair("longflow"), turn, longflow_of(longflow_states.LongFlow), CPU)
 
 
 @pytest.mark.parametrize("state", [
@@ -85,9 +85,9 @@ def test_a_state_without_pages_or_turns_does_not_provide_them():
 ], ids=lambda state: state.__name__)
 def test_the_variant_of_order_and_reset_finds_what_is_wrong(state):
     one = named("rows-in-another-order-and-reset")
-    variants.check(pair("longflow"), one, patient(longflow_states.LongFlow), CPU)
+    variants.check(pair("longflow"), one, longflow_of(longflow_states.LongFlow), CPU)
     with pytest.raises(Mismatch):
-        variants.check(pair("longflow"), one, patient(state), CPU)
+        variants.check(pair("longflow"), one, longflow_of(state), CPU)
     assert not one.long, "a quick run judges it, too"
 
 
@@ -134,7 +134,7 @@ def test_a_turn_takes_the_place_of_its_steps(monkeypatch):
 def test_tables_of_variants_replace_those_of_one_name():
     assert named("no-prompt", "epikv").options != named("no-prompt").options
     assert checkers.ask("streaming_llm", "VARIANTS", ()) and len(
-        [one for one in variants.of("streaming_llm") if one.name == "budget-of-1"]
+        [one for one in variants.variants_of("streaming_llm") if one.name == "budget-of-1"]
     ) == 1
 
 

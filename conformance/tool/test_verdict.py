@@ -10,7 +10,7 @@ from kvtwin.conformance import Capabilities
 from kvtwin.conformance.harness import verdict, verdict_table
 from kvtwin.conformance.harness.results import Result
 from kvtwin.conformance.judge.properties import CORE, PROPERTIES
-from kvtwin.conformance.lab.patients import run
+from kvtwin.conformance.lab.implementations import run
 from kvtwin.conformance.stats import JudgedCase
 
 
@@ -26,7 +26,7 @@ def judged(*results: Result, device: str = "cpu", required: tuple[str, ...] = ()
     return verdict.judge(results, {"longflow": Capabilities(**declared)}, device=device, required=required)
 
 
-def of(name: str, *results: Result, **options: Any) -> verdict.Judgement:
+def judgement_of(name: str, *results: Result, **options: Any) -> verdict.Judgement:
     found: verdict.Judgement = judged(*results, **options)["longflow"].properties[name]
     return found
 
@@ -86,7 +86,7 @@ def test_what_fails_before_it_calls_the_implementation_is_not_wrong():
 def test_a_test_that_judged_no_case_does_not_count():
     """A test that does not count its cases judges one."""
     for cases, counted in ((0, 0), (None, 4), (2, 8)):
-        found = of("accuracy", *(result("accuracy", cases=cases) for _ in range(4)))
+        found = judgement_of("accuracy", *(result("accuracy", cases=cases) for _ in range(4)))
         assert found.cases == counted
         assert found.verdict == (verdict.RIGHT if counted else verdict.NOT_COVERED)
     assert result("accuracy", cases=None).as_dict()["cases"] == 0
@@ -100,7 +100,7 @@ def test_the_finding_that_can_be_replayed_comes_first(order):
         {"replay": "python -m pytest"}, {"case": "DecodeCase()", "replay": None}, {},
     ]
     failed = [result("ties", "failed", finding={"property": "ties", **one}) for one in findings]
-    shown = of("ties", *RIGHT, *failed[::order]).findings
+    shown = judgement_of("ties", *RIGHT, *failed[::order]).findings
     assert [(one.get("case"), one.get("replay")) for one in shown] == [
         (one.get("case"), one.get("replay")) for one in findings
     ]
@@ -114,7 +114,7 @@ def test_the_finding_that_can_be_replayed_comes_first(order):
      "no test called it (not provided: theirs.longflow)"),
 ])  # fmt: skip
 def test_too_little_is_not_covered(name, changes, why):
-    found = of(name, result(name, **changes), result(None))
+    found = judgement_of(name, result(name, **changes), result(None))
     assert (found.verdict, found.why) == (verdict.NOT_COVERED, why)
 
 
@@ -130,10 +130,10 @@ def test_another_convention_is_not_judged(name, declared):
 
 def test_what_the_interpreter_cannot_run_is_not_wrong():
     limit = result("accuracy", "environment", cases=0, message="Triton's interpreter: Unsupported data type")
-    found = of("accuracy", limit, result("ties"))
+    found = judgement_of("accuracy", limit, result("ties"))
     assert found.verdict == verdict.ENVIRONMENT and "Unsupported data type" in found.why
-    assert of("accuracy", *RIGHT, devices=("cuda",)).verdict == verdict.ENVIRONMENT
-    assert of("accuracy", *RIGHT, devices=("cuda",), device="cuda").verdict == verdict.RIGHT
+    assert judgement_of("accuracy", *RIGHT, devices=("cuda",)).verdict == verdict.ENVIRONMENT
+    assert judgement_of("accuracy", *RIGHT, devices=("cuda",), device="cuda").verdict == verdict.RIGHT
 
 
 def test_a_failure_belongs_to_the_property_that_causes_it():
@@ -171,7 +171,7 @@ def test_an_unusual_case_may_follow_from_what_is_wrong_in_ordinary_ones():
         assert [(name, also) for name, _, also in found.causes] == [(cause, ["independence"])]
     assert judged(*RIGHT, unusual)["longflow"].properties["independence"].follows is None
     other = result("independence", "failed", finding={"property": "independence"})
-    assert of("independence", *RIGHT, result("accuracy", "failed"), unusual, other).follows is None
+    assert judgement_of("independence", *RIGHT, result("accuracy", "failed"), unusual, other).follows is None
 
 
 def raising(name: str, says: str = "RuntimeError: 5 is odd\n  raised in theirs.py, line 7", **finding: Any) -> Result:

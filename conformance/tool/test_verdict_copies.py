@@ -11,7 +11,7 @@ from kvtwin.conformance.lab.mutation.verdict_copies import PACKAGE
 NAMES = verdict_copies.names()
 
 
-def test_a_copy_takes_from_kvtwin_what_lies_outside_of_its_side(tmp_path):
+def test_the_copy_of_a_side_imports_the_rest_from_kvtwin(tmp_path):
     tree = mutate.here()
     for side in verdict_copies.SIDES:
         verdict_copies.copy(side, tree.folders[side], tmp_path / side)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import quantizers, selectors, synckv, thinkv
-from kvtwin.conformance.lab.patients.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.implementations import quantizers, selectors, synckv, thinkv
+from kvtwin.conformance.lab.implementations.run import not_right, summary_of, verdict_of, wrong
 
 pytestmark = pytest.mark.slow
 
@@ -84,8 +84,8 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 )
 def test_right_functions_are_right(method, provided, lacking, judged):
     found = judged(method, provided)
-    assert found.verdict == verdict.RIGHT, shown(found)
-    assert not wrong(found) and not_right(found) == dict.fromkeys(lacking, verdict.NOT_COVERED), shown(found)
+    assert found.verdict == verdict.RIGHT, summary_of(found)
+    assert not wrong(found) and not_right(found) == dict.fromkeys(lacking, verdict.NOT_COVERED), summary_of(found)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,6 @@ def test_right_functions_are_right(method, provided, lacking, judged):
 def test_the_ill_is_named(method, changed, named, others, judged):
     provided, lacking = next(row[1:] for row in RIGHT if row[0] == method and row[1].keys() >= changed.keys())
     found = judged(method, {**provided, **changed})
-    assert wrong(found) == set(named.split()), shown(found)
-    assert not_right(found) == dict.fromkeys(lacking, verdict.NOT_COVERED) | others, shown(found)
+    assert wrong(found) == set(named.split()), summary_of(found)
+    assert not_right(found) == dict.fromkeys(lacking, verdict.NOT_COVERED) | others, summary_of(found)
     assert found.verdict == verdict.WRONG

@@ -29,7 +29,7 @@ from kvtwin.conformance.lab.mutation.verdict_results import (
     WRONG,
     Row,
 )
-from kvtwin.conformance.lab.mutation.verdict_server import FOUND, Order, ServerError, taken
+from kvtwin.conformance.lab.mutation.verdict_server import FOUND, Order, ServerError, read_answer
 
 MUTANTS = lists.load()
 NAMES = verdict_copies.names()
@@ -40,7 +40,7 @@ CODE = '''
 import os
 
 from kvtwin.conformance import Capabilities
-from kvtwin.conformance.lab.patients.longflow import Decode
+from kvtwin.conformance.lab.implementations.longflow import Decode
 
 from . import unused
 
@@ -181,7 +181,7 @@ def test_a_mutant_that_ends_the_server_does_not_end_the_run(tmp_path, monkeypatc
     (-signal.SIGXCPU, False, BROKEN), (1, False, BROKEN),
 ])
 def test_a_run_that_crashes_is_told_from_one_that_ends_otherwise(code, late, status, tmp_path):
-    result = taken(tmp_path, {"code": code, "late": late, "seconds": 1.0})
+    result = read_answer(tmp_path, {"code": code, "late": late, "seconds": 1.0})
     subject = Subject("longflow", "optimized", mutant("m"))
     assert row_of_run(subject, result, sources="s", seconds=1.0, cpu=2.0).status == status
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import others
-from kvtwin.conformance.lab.patients.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.implementations import others
+from kvtwin.conformance.lab.implementations.run import not_right, summary_of, verdict_of, wrong
 
 pytestmark = pytest.mark.slow
 
@@ -51,34 +51,34 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_right_function_is_right(method, judged):
     provided, lacking = RIGHT[method]
     found = judged(method, provided)
-    assert found.verdict == verdict.RIGHT, shown(found)
-    assert not wrong(found) and not_right(found) == lacking, shown(found)
+    assert found.verdict == verdict.RIGHT, summary_of(found)
+    assert not wrong(found) and not_right(found) == lacking, summary_of(found)
 
 
 @pytest.mark.parametrize("method", WRONG)
 def test_the_ill_is_named(method, judged):
     provided, named, lacking = WRONG[method]
     found = judged(method, provided)
-    assert wrong(found) == set(named.split()), shown(found)
-    assert not_right(found) == lacking, shown(found)
+    assert wrong(found) == set(named.split()), summary_of(found)
+    assert not_right(found) == lacking, summary_of(found)
 
 
 def test_a_function_that_clears_the_callers_padding_is_wrong_about_free_slots(judged):
     found = judged("snapkv", {"compress": others.ClearsPadding()})
-    assert wrong(found) == {"free_slots"}, shown(found)
-    assert not not_right(found), shown(found)
+    assert wrong(found) == {"free_slots"}, summary_of(found)
+    assert not not_right(found), summary_of(found)
     first = found.properties["free_slots"].findings[0]
     assert first["message"].startswith("key after the call (an input): ") and "kvtwin replay" in first["replay"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_reference_is_right_as_somebodys_module(method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_reference_passes_as_an_implementation(method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """All functions and states, with every property."""
     pair = next(pair for pair in discovery.methods() if pair.name == method)
     provided = {name: getattr(pair.reference, name) for name in pair.exports}
     # Attention of several queries is a matrix product, which may round equal keys differently.
     declared = {"validates_arguments": True} | ({"ties": "any"} if method in MATRIX_PRODUCTS else {})
     found = verdict_of(method, provided, declared, method, tmp_path, monkeypatch)
-    assert found.verdict == verdict.RIGHT, shown(found)
+    assert found.verdict == verdict.RIGHT, summary_of(found)
     others = {name: one.verdict for name, one in found.properties.items() if one.verdict != verdict.RIGHT}
-    assert others == ({"ties": verdict.CONVENTION} if method in MATRIX_PRODUCTS else {}), shown(found)
+    assert others == ({"ties": verdict.CONVENTION} if method in MATRIX_PRODUCTS else {}), summary_of(found)

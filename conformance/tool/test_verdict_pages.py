@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import longflow, longflow_pages
-from kvtwin.conformance.lab.patients.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.implementations import longflow, longflow_pages
+from kvtwin.conformance.lab.implementations.run import not_right, summary_of, verdict_of, wrong
 from kvtwin.reference import keydiff
 
 pytestmark = pytest.mark.slow
 
-#: Verdicts without "bad_input", which the patients do not check, and "traces", which are not in pages.
+#: Verdicts without "bad_input", which the implementations do not check, and "traces", which are not in pages.
 PROPERTIES = (
     "accuracy", "decisions", "ties", "repeatability", "independence", "free_slots", "extreme_numbers", "layouts",
 )
@@ -35,7 +35,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-#: Of each patient the wrong properties.
+#: Of each implementation the wrong properties.
 OVER_PAGES: dict[type, str] = {
     longflow_pages.LastPageIsNotRead: "accuracy",
     longflow_pages.LastPageIsReadToItsEnd: "free_slots",
@@ -51,20 +51,20 @@ OVER_PAGES: dict[type, str] = {
 OVER_FP8 = (longflow_pages.NoKeyScale, longflow_pages.ScaledNumbersAreRounded, longflow_pages.E5m2IsReadAsE4m3)
 
 
-@pytest.mark.parametrize("patient", OVER_PAGES, ids=lambda patient: patient.__name__)
-def test_the_faulty_property_over_pages_is_named(patient, judged):
-    found = judged("paged", paged_decode_attention=patient())
-    named = set(OVER_PAGES[patient].split())
-    assert wrong(found) == named, shown(found)
+@pytest.mark.parametrize("implementation", OVER_PAGES, ids=lambda implementation: implementation.__name__)
+def test_the_faulty_property_over_pages_is_named(implementation, judged):
+    found = judged("paged", paged_decode_attention=implementation())
+    named = set(OVER_PAGES[implementation].split())
+    assert wrong(found) == named, summary_of(found)
     # Of several rows or heads, as most cases have, nothing else can be right, nor of a call that changes its pages.
-    assert named & {"independence", "repeatability"} or not not_right(found), shown(found)
+    assert named & {"independence", "repeatability"} or not not_right(found), summary_of(found)
 
 
-@pytest.mark.parametrize("patient", OVER_FP8, ids=lambda patient: patient.__name__)
-def test_numbers_over_fp8_are_judged(patient, judged):
+@pytest.mark.parametrize("implementation", OVER_FP8, ids=lambda implementation: implementation.__name__)
+def test_numbers_over_fp8_are_judged(implementation, judged):
     """All that is wrong is wrong over FP8 alone."""
-    found = judged(decode_attention=patient())
-    assert wrong(found) == {"accuracy"}, shown(found)
+    found = judged(decode_attention=implementation())
+    assert wrong(found) == {"accuracy"}, summary_of(found)
     assert {one["subject"] for one in found.properties["accuracy"].findings} == {"longflow.decode_attention[fp8]"}
 
 
@@ -75,12 +75,12 @@ def test_right_functions_over_pages_and_fp8_are_right(declared, judged):
         declared=declared, decode_attention=longflow_pages.Scaled(), paged_decode_attention=over_pages()
     )
     verdicts = {name: found.properties[name].verdict for name in PROPERTIES}
-    assert verdicts == dict.fromkeys(PROPERTIES, verdict.RIGHT), shown(found)
+    assert verdicts == dict.fromkeys(PROPERTIES, verdict.RIGHT), summary_of(found)
     assert found.judged == [
         "decode_attention", "decode_attention[fp8]", "paged_decode_attention", "paged_decode_attention[fp8]"
     ]
-    assert found.not_provided == ["not provided: patient.longflow.LongFlowState",
-                                  "not provided: patient.longflow.compress_prefill"]
+    assert found.not_provided == ["not provided: theirs.longflow.LongFlowState",
+                                  "not provided: theirs.longflow.compress_prefill"]
     assert not found.refused
 
 
@@ -92,7 +92,7 @@ def test_pages_and_fp8_need_not_be_provided(judged):
         "LongFlowState", "compress_prefill", "decode_attention over FP8", "paged_decode_attention"
     ]
     found = judged(paged_decode_attention=longflow_pages.PagedWithoutScales(), declared={"fp8": ()})
-    assert found.verdict == verdict.RIGHT and found.judged == ["paged_decode_attention"], shown(found)
+    assert found.verdict == verdict.RIGHT and found.judged == ["paged_decode_attention"], summary_of(found)
     assert "fp8 = none" in found.outside
 
 
@@ -115,12 +115,12 @@ def paged_score_of_codes(pages: Any, occupied: Any, **options: Any) -> Any:
 def test_keydiff_need_not_take_fp8(judged):
     """It has no parameters that say so: TypeError does."""
     found = judged(method="keydiff", score=no_fp8)
-    assert found.judged == ["score"] and not wrong(found), shown(found)
-    assert "not provided: patient.keydiff.score over FP8" in found.not_provided
+    assert found.judged == ["score"] and not wrong(found), summary_of(found)
+    assert "not provided: theirs.keydiff.score over FP8" in found.not_provided
 
 
 @pytest.mark.parametrize(("name", "function"), [("score", score_of_codes), ("paged_score", paged_score_of_codes)])
 def test_keydiff_over_fp8_is_judged(name, function, judged):
     found = judged(method="keydiff", **{name: function})
-    assert wrong(found) == {"accuracy"}, shown(found)
+    assert wrong(found) == {"accuracy"}, summary_of(found)
     assert {one["subject"] for one in found.properties["accuracy"].findings} == {f"keydiff.{name}[fp8]"}

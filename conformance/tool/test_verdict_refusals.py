@@ -20,8 +20,8 @@ from kvtwin.conformance import Capabilities, capabilities, discovery, stats
 from kvtwin.conformance.cases.strategies import state_traces
 from kvtwin.conformance.harness import impl, verdict
 from kvtwin.conformance.judge import checkers
-from kvtwin.conformance.lab.patients import run, thinkv
-from kvtwin.conformance.lab.patients.longflow_states import LongFlow
+from kvtwin.conformance.lab.implementations import run, thinkv
+from kvtwin.conformance.lab.implementations.longflow_states import LongFlow
 
 TESTS = "laws or keeps_step or (LongFlowState and (numbers_are or choices or free_slots))"
 CORE = ("accuracy", "decisions", "free_slots", "repeatability", "state")
@@ -71,17 +71,17 @@ def test_a_constructor_may_refuse(judged):
     """A dtype that is refused although it is declared is not covered."""
     found = judged(RefusesConfigs)
     expected = {name: verdict.RIGHT if name == "state" else verdict.NOT_COVERED for name in CORE}
-    assert verdicts(found) == expected, run.shown(found)
+    assert verdicts(found) == expected, run.summary_of(found)
     assert {one.why for one in found.properties.values() if one.lacking} == {"not covered: bfloat16 (refused)"}
     assert found.verdict == verdict.NOT_COVERED
-    assert found.refused["patient.longflow.LongFlowState: per_head, and bfloat16"] > 0
+    assert found.refused["theirs.longflow.LongFlowState: per_head, and bfloat16"] > 0
 
 
 @pytest.mark.slow
 def test_a_prompt_may_be_refused(judged):
     found = judged(RefusesPadding)
-    assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.shown(found)
-    assert found.refused["patient.longflow.LongFlowState.prefill: padding"] > 0
+    assert verdicts(found) == dict.fromkeys(CORE, verdict.RIGHT), run.summary_of(found)
+    assert found.refused["theirs.longflow.LongFlowState.prefill: padding"] > 0
 
 
 @pytest.mark.slow
@@ -90,11 +90,11 @@ def test_a_prompt_may_be_refused(judged):
 ])
 def test_what_is_refused_everywhere_is_not_covered(state, what, keyword, judged):
     found = judged(state, keyword, ties="any")  # a matrix product of prompts may round equal keys apart
-    assert not run.wrong(found) and not found.others["failed"], run.shown(found)
+    assert not run.wrong(found) and not found.others["failed"], run.summary_of(found)
     assert found.verdict == verdict.NOT_COVERED
-    assert found.refused[f"patient.longflow.LongFlowState{what}"] > 0
+    assert found.refused[f"theirs.longflow.LongFlowState{what}"] > 0
     assert found.properties["state"].verdict == verdict.NOT_COVERED
-    assert f"not provided: patient.longflow.LongFlowState{what}" in found.properties["state"].why
+    assert f"not provided: theirs.longflow.LongFlowState{what}" in found.properties["state"].why
 
 
 @pytest.mark.slow
@@ -104,10 +104,10 @@ def test_a_class_that_is_no_state_may_refuse(tmp_path, monkeypatch):
         "thinkv", thinkv.provided(PagedCache=thinkv.OnlyFloat16), {"dtypes": ("float16",)},
         "decode_attention or thinkv_paging or thinkv_formats", tmp_path, monkeypatch,
     )
-    assert not run.wrong(found) and not found.others["failed"], run.shown(found)
+    assert not run.wrong(found) and not found.others["failed"], run.summary_of(found)
     names = ("accuracy", "decisions", "free_slots", "repeatability", "independence")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert not found.refused
 
@@ -118,10 +118,10 @@ def test_what_a_class_refuses_is_counted(tmp_path, monkeypatch):
         "thinkv", thinkv.provided(PagedCache=thinkv.OnlyFloat16), {}, "decode_attention and (numbers_are or layouts)",
         tmp_path, monkeypatch,
     )
-    assert not run.wrong(found), run.shown(found)
+    assert not run.wrong(found), run.summary_of(found)
     assert found.properties["layouts"].verdict == verdict.RIGHT
     assert found.properties["accuracy"].why == "not covered: float32 (refused), bfloat16 (refused)"
-    assert found.refused["patient.thinkv.PagedCache: dtype torch.float32"] > 0
+    assert found.refused["theirs.thinkv.PagedCache: dtype torch.float32"] > 0
 
 
 # What the interpreter cannot run --------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_what_a_class_refuses_is_counted(tmp_path, monkeypatch):
 def test_limits_of_the_interpreter_are_not_wrong_and_hide_nothing(tmp_path):
     """Real kernels with two limits in one test, one of them in all bfloat16 cases: the other dtypes are judged, and
     bfloat16 is left to a GPU."""
-    name = "kvtwin.conformance.lab.patients.uninterpreted"
+    name = "kvtwin.conformance.lab.implementations.uninterpreted"
     ran = subprocess.run([
         sys.executable, "-m", "kvtwin.conformance", "longflow", "--impl", name, "--device=cpu", "--jobs=1",
         "--hypothesis-profile=default", "--report=report.json",
@@ -225,7 +225,7 @@ def test_lockstep_draws_what_is_declared(judged):
     found = judged(OnlyDeclared, TESTS, **DECLARED)
     names = ("accuracy", "decisions", "state")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     # The laws' fixed scenario, and those of every option, are outside of it.
     assert not any(".prefill" in what or ".step" in what for what in found.refused), found.refused

@@ -10,7 +10,7 @@ import pytest
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.harness import results, verdict, verdict_table
-from kvtwin.conformance.lab.patients import appending, longflow_states, run, thinkv
+from kvtwin.conformance.lab.implementations import appending, longflow_states, run, thinkv
 
 pytestmark = [pytest.mark.slow, pytest.mark.first]
 
@@ -29,20 +29,20 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    "patient", [longflow_states.CountsOnAfterReset, longflow_states.IgnoresReorder, longflow_states.ScalesTheQuery],
-    ids=lambda patient: patient.__name__,
+    "state", [longflow_states.CountsOnAfterReset, longflow_states.IgnoresReorder, longflow_states.ScalesTheQuery],
+    ids=lambda state: state.__name__,
 )
-def test_the_fault_of_a_state_is_named(patient, judged):
-    found = judged("longflow", {"LongFlowState": patient}, "laws or keeps_step or keep_step")
-    assert run.wrong(found) == {"state"}, run.shown(found)
-    assert not run.not_right(found), run.shown(found)
+def test_the_fault_of_a_state_is_named(state, judged):
+    found = judged("longflow", {"LongFlowState": state}, "laws or keeps_step or keep_step")
+    assert run.wrong(found) == {"state"}, run.summary_of(found)
+    assert not run.not_right(found), run.summary_of(found)
 
 
 def test_a_right_state_is_right(judged):
     found = judged("longflow", {"LongFlowState": longflow_states.LongFlow}, "laws or lockstep or LongFlowState")
     names = ("accuracy", "decisions", "free_slots", "repeatability", "state")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert found.verdict == verdict.RIGHT
 
@@ -52,15 +52,15 @@ def test_a_state_is_judged_on_what_it_has(judged):
     found = judged("longflow", {"LongFlowState": longflow_states.NoneForScores}, keyword)
     names = ("accuracy", "decisions", "free_slots", "repeatability", "state")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert not run.wrong(found) and list(found.missing) == ["NoneForScores: score"]
     found = judged("longflow", {"LongFlowState": longflow_states.WithoutScores}, keyword)
-    assert not run.wrong(found) and found.properties["state"].verdict == verdict.RIGHT, run.shown(found)
+    assert not run.wrong(found) and found.properties["state"].verdict == verdict.RIGHT, run.summary_of(found)
     assert found.properties["decisions"].verdict == verdict.NOT_COVERED
     found = judged("longflow", {"LongFlowState": longflow_states.WithoutPositions}, keyword)
     assert found.verdict == verdict.WRONG
-    assert "no attribute 'positions', which every state needs" in str(run.shown(found))
+    assert "no attribute 'positions', which every state needs" in str(run.summary_of(found))
 
 
 def test_a_right_state_of_one_row_is_right(judged):
@@ -68,7 +68,7 @@ def test_a_right_state_of_one_row_is_right(judged):
                    max_batch=1)  # fmt: skip
     names = ("accuracy", "decisions", "free_slots", "repeatability", "state")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert found.verdict == verdict.RIGHT
 
@@ -76,8 +76,8 @@ def test_a_right_state_of_one_row_is_right(judged):
 def test_a_state_of_one_row_that_counts_on_after_a_reset_is_wrong(judged):
     state = {"LongFlowState": longflow_states.CountsOnAfterReset}
     found = judged("longflow", state, "a_reset_state or order-and-reset", max_batch=1)
-    assert run.wrong(found) == {"state"}, run.shown(found)
-    assert not run.not_right(found), run.shown(found)
+    assert run.wrong(found) == {"state"}, run.summary_of(found)
+    assert not run.not_right(found), run.summary_of(found)
     assert len(found.properties["state"].findings) >= 2, "the law, and lockstep"
 
 
@@ -86,7 +86,7 @@ def test_the_reference_is_right_about_wrong_arguments(method, judged):
     """What kvtwin's kernels do not take, it may take."""
     module = next(pair.reference for pair in discovery.methods() if pair.name == method)
     found = judged(method, {name: getattr(module, name) for name in module.__all__}, "input", validates_arguments=True)
-    assert found.properties["bad_input"].verdict == verdict.RIGHT, run.shown(found)
+    assert found.properties["bad_input"].verdict == verdict.RIGHT, run.summary_of(found)
     assert not found.others["failed"]
 
 
@@ -103,28 +103,28 @@ def test_a_right_state_that_appends_is_right(method, judged):
     found = judged(method, APPENDING, keyword, slot_order="any", options=EVERY_STEP)
     names = ("accuracy", "decisions", "free_slots", "repeatability", "independence", "state")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert found.properties["ties"].verdict == verdict.CONVENTION
     assert found.verdict == verdict.RIGHT
-    assert "conventions: slot_order = any" in [text.strip() for text, _ in verdict_table.lines(found, "patient")]
+    assert "conventions: slot_order = any" in [text.strip() for text, _ in verdict_table.lines(found, "theirs")]
 
 
 @with_tova
 def test_a_state_that_appends_and_evicts_wrongly_is_wrong(method, judged):
     state = {"TOVAState": appending.DropsTheOldest}
     found = judged(method, state, "TOVAState and tokens", slot_order="any", options=EVERY_STEP)
-    assert run.wrong(found) == {"decisions"}, run.shown(found)
+    assert run.wrong(found) == {"decisions"}, run.summary_of(found)
     # Each of their tests is about tokens, and fails because it evicts by age.
     lacking = ("free_slots", "independence", "extreme_numbers", "layouts")
-    assert run.not_right(found) == dict.fromkeys(lacking, verdict.NOT_COVERED), run.shown(found)
+    assert run.not_right(found) == dict.fromkeys(lacking, verdict.NOT_COVERED), run.summary_of(found)
 
 
 @with_tova
 def test_a_state_that_appends_must_declare_it(method, judged):
     found = judged(method, APPENDING, "laws or keeps_step", options=EVERY_STEP)
-    assert run.wrong(found) == {"state"}, run.shown(found)
-    assert not run.not_right(found), run.shown(found)
+    assert run.wrong(found) == {"state"}, run.summary_of(found)
+    assert not run.not_right(found), run.summary_of(found)
 
 
 def test_a_right_state_with_its_slots_in_reverse_order_is_right(judged):
@@ -132,7 +132,7 @@ def test_a_right_state_with_its_slots_in_reverse_order_is_right(judged):
     found = judged("longflow", state, "golden or laws or keeps_step or LongFlowState", slot_order="any")
     names = ("accuracy", "decisions", "free_slots", "repeatability", "state", "traces")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert found.verdict == verdict.RIGHT
 
@@ -152,11 +152,11 @@ def test_every_wrong_decision_on_a_recorded_trace_is_counted(method, judged):
     provided, least, declared = TRACES[method]
     found = judged(method, provided, "golden", **declared)
     traces = found.properties["traces"]
-    assert traces.verdict == verdict.WRONG and traces.wrong >= least, run.shown(found)
+    assert traces.verdict == verdict.WRONG and traces.wrong >= least, run.summary_of(found)
     assert traces.decisions > traces.wrong
     assert "choices are wrong; the first: " in traces.findings[0]["message"]
     assert traces.findings[0]["case"] is None, "the case of a check of the prompt is right"
-    shown = next(text for text, _ in verdict_table.lines(found, "patient") if text.lstrip().startswith("traces"))
+    shown = next(text for text, _ in verdict_table.lines(found, "theirs") if text.lstrip().startswith("traces"))
     assert f"{traces.adjudicated} different but legal; " in shown
 
 
@@ -166,23 +166,23 @@ def test_every_wrong_decision_on_a_recorded_trace_is_counted(method, judged):
 def test_a_stale_block_table_is_named(judged):
     stale = thinkv.provided(ThinKVState=thinkv.StaleState, PagedCache=thinkv.StaleBlockTable)
     found = judged("thinkv", stale, "keeps_step or test_thinkv_paging_state")
-    assert run.wrong(found) == {"state"}, run.shown(found)
-    assert not run.not_right(found), run.shown(found)
+    assert run.wrong(found) == {"state"}, run.summary_of(found)
+    assert not run.not_right(found), run.summary_of(found)
 
 
 def test_paged_attention_of_another_scale_is_inaccurate(judged):
     found = judged("thinkv", thinkv.provided(decode_attention=thinkv.too_sharp), "decode_attention or thinkv_paging")
-    assert run.wrong(found) == {"accuracy"}, run.shown(found)
+    assert run.wrong(found) == {"accuracy"}, run.summary_of(found)
     first = found.properties["accuracy"].findings[0]
     assert first["subject"] == "thinkv.decode_attention" and "PagedCase(" in first["case"]
-    assert "kvtwin replay" in first["replay"] and "--impl patient" in first["replay"]
+    assert "kvtwin replay" in first["replay"] and "--impl theirs" in first["replay"]
 
 
 def test_a_right_paged_cache_is_right(judged):
     found = judged("thinkv", thinkv.provided(), "decode_attention")
     names = ("accuracy", "decisions", "repeatability", "independence", "free_slots", "extreme_numbers", "layouts")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert not found.others["failed"]
 
@@ -193,15 +193,15 @@ FORMATS = "test_thinkv_formats"
 def test_a_quantizer_that_truncates_is_named(judged):
     found = judged("thinkv", thinkv.provided(quantize=thinkv.Truncates()), FORMATS)
     # It truncates in the cases of extreme numbers, too.
-    assert run.wrong(found) == {"accuracy", "extreme_numbers"}, run.shown(found)
-    assert not run.not_right(found), run.shown(found)
+    assert run.wrong(found) == {"accuracy", "extreme_numbers"}, run.summary_of(found)
+    assert not run.not_right(found), run.summary_of(found)
 
 
 def test_a_right_quantizer_is_right(judged):
     found = judged("thinkv", thinkv.provided(quantize=thinkv.Quantize()), FORMATS)
     names = ("accuracy", "layouts", "independence")
     assert {name: found.properties[name].verdict for name in names} == dict.fromkeys(names, verdict.RIGHT), (
-        run.shown(found)
+        run.summary_of(found)
     )
     assert not found.others["failed"]
 

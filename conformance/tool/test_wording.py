@@ -11,7 +11,7 @@ from hypothesis import errors
 
 from kvtwin.conformance.harness import findings, summary, wording
 from kvtwin.conformance.judge.mismatch import Mismatch
-from kvtwin.conformance.lab.patients import run
+from kvtwin.conformance.lab.implementations import run
 
 HERE = Path(__file__).parent
 

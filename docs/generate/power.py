@@ -16,15 +16,15 @@ How often `kvtwin verify` finds a fault that somebody planted, and how often it 
 """
 FAULTS = """## Planted faults
 
-Each is a right implementation with one fault (`conformance/lab/patients/faults.py`). A rate is that of rows, elements
-or launches with the fault. Of the seeds, the table has the number with which the verdict was *wrong*, the exact 95 %
-interval of the probability, and the properties that were wrong first. A verdict on a CPU reaches some of them by luck
-alone, or not at all: these are *out of reach*, with the reason.
+Each is a right implementation with one fault (`conformance/lab/implementations/faults.py`). A rate is that of rows,
+elements or launches with the fault. Of the seeds, the table has the number with which the verdict was *wrong*, the
+exact 95 % interval of the probability, and the properties that were wrong first. A verdict on a CPU reaches some of
+them by luck alone, or not at all: these are *out of reach*, with the reason.
 """
 ALARMS = """## False alarms
 
-Implementations in other styles (`conformance/lab/patients/right`), each right by the bounds and by the conventions
-that it declares. An alarm is any verdict but *right*.
+Implementations in other styles (`conformance/lab/implementations/right`), each right by the bounds and by the
+conventions that it declares. An alarm is any verdict but *right*.
 """
 
 
@@ -54,7 +54,7 @@ def machines(devices: dict[str, Any]) -> list[str]:
 
 
 def faults(devices: dict[str, Any]) -> str:
-    from kvtwin.conformance.lab.patients.faults import FAULTS as planted
+    from kvtwin.conformance.lab.implementations.faults import FAULTS as planted
 
     rows = []
     for name, fault in planted.items():
@@ -75,7 +75,7 @@ def _found(one: dict[str, Any] | None) -> str:
 
 
 def alarms(devices: dict[str, Any]) -> list[str]:
-    from kvtwin.conformance.lab.patients.right import RIGHT as right
+    from kvtwin.conformance.lab.implementations.right import RIGHT as right
 
     rows, totals = [], []
     for module, style in right.items():

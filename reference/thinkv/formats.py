@@ -11,6 +11,8 @@ The format "unquantized" has neither codes nor scales. It keeps the elements' bi
 
 from __future__ import annotations
 
+from math import ceil
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_ends
@@ -193,6 +195,20 @@ def per_element(scales: Tensor, tensor_scale: Tensor | None, fmt: str, axis: int
     return scale if tensor_scale is None else scale * tensor_scale
 
 
+def scale_of_elements(quantized: Quantized) -> Tensor:
+    """The scale of each element of a quantized tensor [Hkv, n, D] that is one group of tokens, float32."""
+    heads, tokens, head_dim = quantized.shape
+    scale = per_element(quantized.scales, None, quantized.fmt, quantized.axis)
+    if quantized.fmt != "fp8" and quantized.axis == -1:
+        return scale.expand(*scale.shape[:-1], quantized.group).flatten(-2)[..., :head_dim]
+    return scale[:, 0].expand(heads, tokens, head_dim)
+
+
 def shifts(bits: int, like: Tensor) -> Tensor:
     """The bit offset of each code in a byte."""
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)
+
+
+def in_words(size: float) -> int:
+    """`size` bytes rounded up to a multiple of 4."""
+    return 4 * ceil(size / 4)

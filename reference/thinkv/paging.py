@@ -32,16 +32,8 @@ from ..contract.arguments import check_dtype, check_no_grad, resolve_device
 from ..contract.interruption import Reorderable
 from ..contract.thinkv.config import ThinKVConfig, pool_blocks
 from ..contract.thinkv.paging import check_append, check_decode, check_flush, check_paged_cache, check_rows
-from ..contract.thinkv.types import (
-    BlockEntry,
-    PagedAttentionResult,
-    PagedCodes,
-    Quantized,
-    Thought,
-    bits_in_cache,
-    has_groups,
-)
-from .formats import dequantize, per_element, quantize
+from ..contract.thinkv.types import BlockEntry, PagedAttentionResult, PagedCodes, Thought, bits_in_cache, has_groups
+from .formats import dequantize, in_words, quantize, scale_of_elements
 from .table import Block, Flush, Row, Token
 from .thoughts import ONE_RANK, sparsity_of_heads
 
@@ -134,8 +126,7 @@ class PagedCache(Reorderable):
         self._end_change()
 
     def _free(self, row: Row, kind: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """The free slots in blocks of a thought type, and (entry, physical block) of all possible new blocks, in order.
-        """
+        """The free slots in blocks of a thought type, and (entry, physical block) of each possible new block."""
         size, fmt = self.config.block, self.config.format_of(kind)
         slots = [
             entry * size + place for entry in sorted(row.table) if row.table[entry].thought == kind
@@ -310,8 +301,7 @@ class PagedCache(Reorderable):
         entries = []
         for entry, block in sorted(self._rows[row].table.items()):
             segments = sorted({token.segment for token in block.tokens if token})
-            masks = [tuple(int(token is not None and token.segment == one) for token in block.tokens)
-                     for one in segments]
+            masks = [tuple(int(token is not None and token.segment == n) for token in block.tokens) for n in segments]
             starts = [self._rows[row].starts[one] for one in segments]
             ordered = sorted(zip(starts, masks, strict=True))
             entries.append(BlockEntry(
@@ -331,10 +321,8 @@ class PagedCache(Reorderable):
         """
         config, (batch, heads, head_dim) = self.config, self.shape
         buffer = 2 * config.group * heads * head_dim * self.dtype.itemsize
-        tables = (
-            SLOT_BYTES * config.slots + ENTRY_BYTES * config.blocks + GROUP_BYTES * config.peak
-            + SEGMENT_BYTES * config.segments + ROW_BYTES
-        )
+        tables = SLOT_BYTES * config.slots + ENTRY_BYTES * config.blocks + GROUP_BYTES * config.peak + ROW_BYTES
+        tables += SEGMENT_BYTES * config.segments
         return self._quantized_bytes() + batch * (buffer + tables)
 
     def bits_per_element(self) -> float:
@@ -362,20 +350,6 @@ class PagedCache(Reorderable):
                 fmt = flushed.keys.fmt
                 total += heads * (in_words(head_dim) if has_groups(fmt) else 8 if fmt == "fp8" else 0)
         return total
-
-
-def in_words(size: float) -> int:
-    """`size` bytes rounded up to a multiple of 4."""
-    return 4 * ceil(size / 4)
-
-
-def scale_of_elements(quantized: Quantized) -> Tensor:
-    """The scale of each element of a quantized tensor [Hkv, n, D] that is one group of tokens, float32."""
-    heads, tokens, head_dim = quantized.shape
-    scale = per_element(quantized.scales, None, quantized.fmt, quantized.axis)
-    if quantized.fmt != "fp8" and quantized.axis == -1:
-        return scale.expand(*scale.shape[:-1], quantized.group).flatten(-2)[..., :head_dim]
-    return scale[:, 0].expand(heads, tokens, head_dim)
 
 
 def decode_attention(

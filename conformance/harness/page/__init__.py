@@ -128,7 +128,7 @@ def _causes(report: Values) -> Iterator[dict[str, Any]]:
 def _others(tests: list[Values]) -> dict[str, Any]:
     """Failed tests that judge no property; `any`: some test failed."""
     found = [test for test in tests if test["outcome"] in FAILED]
-    return {**details.failed(test for test in found if test["judges"] is None), "any": bool(found)}
+    return {**details.failed_tests(test for test in found if test["judges"] is None), "any": bool(found)}
 
 
 def _covered(one: Values) -> dict[str, Any]:

@@ -21,7 +21,7 @@ MOST_MESSAGES, MOST_IDS = 60, 400
 MEASURES = ("passed", "failed", "not provided", "environment", "skipped", "decisive", "of bound", "adjudicated ties")
 
 
-def failed(tests: Iterable[Values]) -> dict[str, Any]:
+def failed_tests(tests: Iterable[Values]) -> dict[str, Any]:
     """Failed tests: with messages, then by id, then by number."""
     found = list(tests)
     more = found[MOST_MESSAGES:]
@@ -146,7 +146,7 @@ def tests(found: Sequence[Values]) -> Values:
             reasons.setdefault((test["outcome"], test["message"]), []).append(test["nodeid"])
     ordered = sorted(reasons.items(), key=lambda pair: -len(pair[1]))
     return {
-        "count": len(found), "failed": failed(test for test in found if test["outcome"] in FAILED),
+        "count": len(found), "failed": failed_tests(test for test in found if test["outcome"] in FAILED),
         "reasons": [
             [part("badge", outcome), f"{len(ids):,}", message, part("code", ids[0])]
             for (outcome, message), ids in ordered[:MOST_IDS]

@@ -11,7 +11,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..verdict import CONVENTION, ENVIRONMENT, NOT_COVERED, RIGHT, WRONG
-from ..wording import counted, of_bound
+from ..wording import counted_noun, of_bound
 
 #: Control characters, which HTML does not have, become visible ones.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -29,7 +29,7 @@ def environment() -> Environment:
         loader=FunctionLoader(_template), autoescape=True, finalize=_plain, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )
-    made.filters |= {"of_bound": of_bound, "counted": counted}
+    made.filters |= {"of_bound": of_bound, "counted": counted_noun}
     made.filters["words"] = lambda name: name.replace("_", " ")
     made.filters["commas"] = lambda number: f"{number:,}"
     made.globals["BADGES"] = BADGES

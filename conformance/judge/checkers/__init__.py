@@ -66,13 +66,13 @@ from __future__ import annotations
 
 from ...registry import (
     ask,
+    checker_of,
     every,
     extras,
     held_bytes,
     lossy,
     measured,
     module,
-    of,
     pair,
     required,
     small,
@@ -82,6 +82,6 @@ from ...registry import (
 )
 
 __all__ = [
-    "ask", "every", "extras", "held_bytes", "lossy", "measured", "module", "of", "pair", "required", "small",
+    "ask", "checker_of", "every", "extras", "held_bytes", "lossy", "measured", "module", "pair", "required", "small",
     "small_config", "state_name", "with_budget",
 ]

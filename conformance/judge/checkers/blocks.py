@@ -31,7 +31,7 @@ from ..compare import assert_dtype, assert_same, assert_within, fail
 from ..compare_by_age import assert_kept_by_age_right
 from ..fields import field
 from ..fp8_subjects import Fp8Subject
-from ..subjects import EXTREME, Subject, aspects
+from ..subjects import EXTREME, Subject, properties
 from ..ties import tie_classes
 
 #: The cases of a method with an `attend`: see the package.
@@ -281,7 +281,7 @@ def received_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     return error.unflatten(1, (heads, group)).mean(2) * SLACK
 
 
-def received(attention: Attention) -> Tensor:
+def received_attention(attention: Attention) -> Tensor:
     """sum_i mean_h a_hij: [B, Hkv, S] float64."""
     return attention.weight.sum(2).unflatten(1, (attention.key_value_heads, -1)).mean(2)
 
@@ -401,7 +401,7 @@ def attend_subjects(method: str, reference: Callable[..., Any], error: AttendErr
         made(
             "attend", partial(cases, method),
             lambda actual, case: assert_attend_right(actual, case, reference, error), numbers=("output", "received"),
-            aspects=aspects(extreme=EXTREME, masked=OCCUPANCIES[1:], layout=LAYOUTS),
+            properties=properties(extreme=EXTREME, masked=OCCUPANCIES[1:], layout=LAYOUTS),
         )
         for made, cases in kinds
     )

@@ -28,10 +28,10 @@ from ..budgets import assert_budgets_right
 from ..choices import Verdict, assert_kept_right
 from ..compare import assert_dtype, assert_same, assert_within, fail
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from ..ties import tie_classes, window_ties
 from ..variants import ONE, variant
-from .cake_bounds import Observed, observed, step_error
+from .cake_bounds import Observed, observation_intervals, step_error
 from .epikv import assert_inside
 
 CASES = (WindowCase, LayerBudgetsCase)
@@ -93,7 +93,7 @@ def observe_inputs(case: WindowCase) -> dict[str, Any]:
 
 def assert_observe_right(actual: Any, case: WindowCase) -> None:
     """actual: `cake.observe(**observe_inputs(case))`."""
-    found = observed(
+    found = observation_intervals(
         case.query_window, case.key, case.mask, gamma=gamma_of(case), kernel_size=case.kernel_size, scale=case.scale
     )
     with field("score"):
@@ -122,19 +122,19 @@ def assert_layer_budgets_right(actual: Tensor, case: LayerBudgetsCase) -> None:
         )
 
 
-OBSERVE_ASPECTS = aspects(
+OBSERVE_PROPERTIES = properties(
     tied=("identical", "equal_keys"), extreme=("overflow_88", "extreme_1e4", "all_below_104"), full="none",
     masked=("left_padding", "random", "one_token"), layout=WINDOW_LAYOUTS,
 )
 SUBJECTS = (
     Subject(
         "observe", partial(window_cases, protect=("none",)), assert_observe_right,
-        numbers=("score", "dispersion", "shift"), aspects=OBSERVE_ASPECTS, inputs=observe_inputs, sized="tokens",
+        numbers=("score", "dispersion", "shift"), properties=OBSERVE_PROPERTIES, inputs=observe_inputs, sized="tokens",
         recorded=recorded.windows,
     ),
     Subject(
         "budgets", budget_cases.layer_budgets_cases, assert_layer_budgets_right, choices=("budgets",), sized=None,
-        aspects=aspects(
+        properties=properties(
             ordinary=budget_cases.ORDINARY, extreme=budget_cases.EXTREME, layout=budget_cases.LAYOUTS
         ),
     ),
@@ -188,7 +188,7 @@ class Adapter(lockstep.Adapter):
         config, inputs = reference.config, lockstep.whole(prompt)
         key, occupied = inputs["key"], inputs["occupied"]
         window = min(config.window, key.shape[2])
-        self.found = observed(
+        self.found = observation_intervals(
             inputs["query"][:, :, key.shape[2] - window:], key, occupied, gamma=config.gamma,
             kernel_size=config.kernel_size, scale=reference.scale,
         )

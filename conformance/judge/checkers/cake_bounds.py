@@ -55,7 +55,7 @@ def weight_errors(attention: Attention) -> Tensor:
     return (attention.weight * relative + FLUSH).masked_fill(~attention.seen, 0)
 
 
-def observed(
+def observation_intervals(
     query_window: Tensor, key: Tensor, occupied: Tensor, *, gamma: float, kernel_size: int, scale: float | None
 ) -> Observed:
     """The intervals for inputs in the dtype under test."""

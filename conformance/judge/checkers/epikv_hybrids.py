@@ -32,13 +32,13 @@ from .thinkv_thoughts import share_interval
 RISING = {"sparsity": (1, 2, 0), "entropy": (0, 2, 1)}
 
 
-def received(attention: Attention) -> tuple[Tensor, Tensor]:
+def received_attention(attention: Attention) -> tuple[Tensor, Tensor]:
     """The attention weight that each token receives, averaged over all query heads [B, S], and |computed - true|.
 
     `blocks.received_error` bounds the mean over a group. The mean over the Hkv groups, or over all Hq heads at once,
     adds at most Hq additions and a division; the mean over layers, of which there is one here, another division.
     """
-    each, error = blocks.received(attention), blocks.received_error(attention, arithmetic(attention.dtype))
+    each, error = blocks.received_attention(attention), blocks.received_error(attention, arithmetic(attention.dtype))
     total, off = each.mean(1), error.mean(1)
     return total, (off + (gamma(attention.query_heads) + 2 * DIVISION) * (total + off)) * SLACK
 
@@ -60,13 +60,13 @@ class Sums:
     def prompt(self, prompt: dict[str, Tensor], scale: float) -> None:
         """Set the sums to the weights from a prompt's queries."""
         tokens = (prompt[name] for name in ("query", "key", "value", "occupied"))
-        self.exact, self.error = received(attend(*tokens, scale=scale, causal=True))
+        self.exact, self.error = received_attention(attend(*tokens, scale=scale, causal=True))
 
     def step(self, attention: Attention, positions: Tensor) -> None:
         """Add the weights from a step's query to the tokens in slots, positions [B, S]: one rounding per sum."""
         assert self.exact is not None
         assert self.error is not None
-        more, off = received(attention)
+        more, off = received_attention(attention)
         more, off = (x.masked_fill(positions < 0, 0) for x in (more, off))
         place = positions.clamp_min(0)
         self.exact = self.exact.scatter_add(1, place, more)
@@ -152,7 +152,7 @@ def assert_thoughts_right(tested: Any, reference: Any, case: DecodeCase, when: s
                 f"thought {when}: row {row}, of {config.segments_by} {low[row].item()!r} to {high[row].item()!r}: "
                 f"expected one of {sorted({types[int(least[row])], types[int(most[row])]})}, got {thought[row].item()}"
             )
-        stats.adjudicated(int((thought != attention.thought).sum()))
+        stats.adjudicate(int((thought != attention.thought).sum()))
         attention.thought = thought.clone()
         attention.thoughts = torch.where(newest, thought[:, None], attention.thoughts)
     assert_same(tested.thoughts, attention.thoughts, what=f"thoughts {when}")

@@ -25,7 +25,7 @@ from ..choices import Verdict, undecided
 from ..compare import assert_dtype, assert_same, assert_within, gathered
 from ..fields import field
 from ..fp8_subjects import Fp8Subject
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from ..ties import tie_classes
 from ..variants import BLOCKS, ONE, variant
 from . import blocks
@@ -191,25 +191,25 @@ def _subjects() -> Iterator[Subject]:
         "extreme": ("sizes", "subnormal", "outliers", "zero_keys"), "full": "none", "masked": OCCUPANCIES[1:],
     }
     tied, protect = ("duplicates", "equal_keys"), tuple(dict.fromkeys(PROTECTIONS))
-    numbers, choices = aspects(**kinds, protect=("none",)), aspects(**kinds, tied=tied, protect=protect)
+    numbers, choices = properties(**kinds, protect=("none",)), properties(**kinds, tied=tied, protect=protect)
     layout: dict[str, Any] = {"layout": PAGED, "paged": True}
-    paged_numbers = aspects(**kinds, protect=("none",), **layout)
-    paged_choices = aspects(**kinds, tied=tied, protect=protect, **layout)
+    paged_numbers = properties(**kinds, protect=("none",), **layout)
+    paged_choices = properties(**kinds, tied=tied, protect=protect, **layout)
     kinds_of_keys: tuple[tuple[type[Subject], Any, Any, dict[str, Any]], ...] = (
         (Subject, key_cases, paged_key_cases, {}), (Fp8Subject, fp8_key_cases, paged_fp8_key_cases, {"scales": ()}),
     )
     for made, cases, paged, more in kinds_of_keys:
-        yield made("score", cases, _judge_score, numbers=("score",), aspects=numbers,
+        yield made("score", cases, _judge_score, numbers=("score",), properties=numbers,
                    inputs=lambda case: case.score_inputs, **more)
-        yield made("pairwise_score", cases, _judge_pairwise, numbers=("score",), aspects=numbers, longest=3200,
+        yield made("pairwise_score", cases, _judge_pairwise, numbers=("score",), properties=numbers, longest=3200,
                    inputs=lambda case: case.pairwise_inputs, **more)
         yield made("evict", cases, assert_evict_right, numbers=("key", "value", "occupied"), choices=("kept",),
-                   aspects=choices, recorded=None if more else recorded.keys, **more)
+                   properties=choices, recorded=None if more else recorded.keys, **more)
         more |= {"also": True, "arguments": with_pages}
-        yield made("paged_score", paged, _judge_score, numbers=("score",), aspects=paged_numbers,
+        yield made("paged_score", paged, _judge_score, numbers=("score",), properties=paged_numbers,
                    inputs=lambda case: case.paged_score_inputs, **more)
         yield made("paged_evict", paged, assert_paged_evict_right, numbers=("occupied", "slot"), choices=("kept",),
-                   aspects=paged_choices, inputs=lambda case: case.paged_inputs, **more)
+                   properties=paged_choices, inputs=lambda case: case.paged_inputs, **more)
 
 
 SUBJECTS = tuple(_subjects())

@@ -121,14 +121,14 @@ def importances(found: Activations, now: int, *, shifted: bool) -> Interval:
         relative = torch.expm1((x.abs() * (4 * UNIT + DIVISION) + EXP).clamp_max(300)) + 2 * UNIT + DIVISION
         return value, value * relative + 4 * FLUSH
 
-    def of(last: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
+    def recency(last: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
         return term(float(shifted) + (now - last).double() / (gap.double() + EPSILON))
 
     def recurring(gap: Tensor) -> tuple[Tensor, Tensor]:
         value, error = term(gap.double() - 1)
         return value.where(gap > 0, 0), error.where(gap > 0, 0)
 
-    aged = of(found.first_last, found.least_gap), of(found.last, found.gap)
+    aged = recency(found.first_last, found.least_gap), recency(found.last, found.gap)
     # The second term falls with the gap, and is 0 without one.
     fewest = recurring(torch.where(found.least_gap == 0, 0, found.gap))
     most = recurring(torch.where(found.gap == 0, 0, found.least_gap.clamp_min(1)))

@@ -35,7 +35,7 @@ from ..choices import Verdict, assert_eviction_right, undecided
 from ..compare import assert_dtype, assert_same, assert_within
 from ..fields import field
 from ..fp8_subjects import Fp8Subject
-from ..subjects import EXTREME, TIED, Subject, aspects
+from ..subjects import EXTREME, TIED, Subject, properties
 from ..ties import tie_classes
 from ..variants import ONE, variant
 from . import snapkv
@@ -188,7 +188,7 @@ def _decoding(made: type[Subject], name: str, cases: Any, *, paged: bool, **more
     if paged:
         more |= {"inputs": lambda case: case.paged_inputs, "arguments": with_pages, "also": True}
     return made(
-        name, cases, assert_decode_right, numbers=("output", "score"), choices=("slot",), **more, aspects=aspects(
+        name, cases, assert_decode_right, numbers=("output", "score"), choices=("slot",), **more, properties=properties(
             ordinary=SCORED_CONTENTS, tied=(*TIED, "zero_values"), extreme=EXTREME, masked=OCCUPANCIES[1:],
             protect=PROTECTIONS, layout=PAGED if paged else LAYOUTS, paged=paged,
         ),
@@ -197,7 +197,7 @@ def _decoding(made: type[Subject], name: str, cases: Any, *, paged: bool, **more
 
 _COMPRESSION: dict[str, Any] = {
     "name": "compress_prefill", "judge": snapkv.assert_compress_right, "numbers": ("key", "value"),
-    "choices": ("kept",), "aspects": snapkv.WINDOW_ASPECTS, "sized": "tokens",
+    "choices": ("kept",), "properties": snapkv.WINDOW_PROPERTIES, "sized": "tokens",
 }
 SUBJECTS = (
     _decoding(Subject, "decode_attention", decode_cases, paged=False, recorded=recorded.decode_steps),

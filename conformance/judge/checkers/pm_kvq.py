@@ -80,7 +80,7 @@ SUBJECTS = (
     Subject(
         "shrink", _shrinks, judge_shrunk, numbers=("scale",), choices=("codes",), sized="tokens",
         inputs=lambda case: case.shrink_inputs,
-        aspects=quantizers.kinds(quantizers.NEAR, tied=False, extreme=PM_KVQ_EXTREME),
+        properties=quantizers.kinds(quantizers.NEAR, tied=False, extreme=PM_KVQ_EXTREME),
     ),
 )
 

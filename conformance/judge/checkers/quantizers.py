@@ -22,7 +22,7 @@ from ..compare import assert_dtype, assert_same, assert_within, fail
 from ..fields import Missing, field
 from ..mismatch import fail_choice, fail_tie
 from ..reconstructed import group_error
-from ..subjects import Aspects, Subject, aspects
+from ..subjects import Properties, Subject, properties
 
 LARGEST = torch.finfo(torch.float32).max
 #: The errors of a difference and of its quotient, a division or a product with a reciprocal: two roundings, DIVISION.
@@ -31,9 +31,9 @@ QUOTIENT = gamma(2) + DIVISION
 NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 
 
-def kinds(layouts: tuple[str, ...], *, tied: bool, extreme: tuple[str, ...]) -> Aspects:
+def kinds(layouts: tuple[str, ...], *, tied: bool, extreme: tuple[str, ...]) -> Properties:
     """The cases of each property. tied: also numbers half-way between two codes."""
-    return aspects(ordinary=ORDINARY, tied=TIED if tied else (), extreme=extreme, layout=layouts)
+    return properties(ordinary=ORDINARY, tied=TIED if tied else (), extreme=extreme, layout=layouts)
 
 
 # Numbers that are stored ---------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def assert_codes(codes: Tensor, scale: Any, minimum: Any, exact: Groups, case: G
     _fail_code(tied & (found != truth), found, truth, ratio, "; halves go to the even code", fail_tie)
     contested = live[..., None].expand(found.shape)
     stats.decisions(int(contested.sum()), int((contested & (tied | (least == most))).sum()))
-    stats.adjudicated(int((contested & (found != truth)).sum()))
+    stats.adjudicate(int((contested & (found != truth)).sum()))
 
 
 def _steps(scale: Any, exact: Groups, case: GroupCase) -> tuple[Tensor, Tensor, Tensor]:
@@ -293,12 +293,12 @@ def subjects(
     """A method's `quantize`, its `dequantize`, and both. cases, coded: strategies of the arguments of each."""
     yield Subject(
         "quantize", cases, judge_quantized, numbers=("scale", "minimum"), choices=("codes",), sized="tokens",
-        aspects=kinds(LAYOUTS, tied=True, extreme=extreme),
+        properties=kinds(LAYOUTS, tied=True, extreme=extreme),
     )
     found = kinds(NEAR, tied=False, extreme=extreme)
-    yield Subject("dequantize", coded, judge_read, numbers=("numbers",), sized="tokens", aspects=found)
+    yield Subject("dequantize", coded, judge_read, numbers=("numbers",), sized="tokens", properties=found)
     yield RoundTrip(
-        "dequantize", cases, judge_round_trip, choices=("numbers",), sized="tokens", aspects=found, passed=passed
+        "dequantize", cases, judge_round_trip, choices=("numbers",), sized="tokens", properties=found, passed=passed
     )
 
 

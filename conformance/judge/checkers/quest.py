@@ -24,7 +24,7 @@ from ..choices import Verdict, undecided
 from ..compare import assert_dtype, assert_same, assert_within
 from ..fields import field
 from ..selections import assert_selected_right
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from ..ties import lowest_equal, tie_classes
 from ..variants import ONE, variant
 
@@ -220,18 +220,18 @@ CASES = (KeyPagesCase, PageBoundsCase, RankedPagesCase)
 SUBJECTS = (
     Subject(
         "page_bounds", page_cases.key_pages_cases, judge_bounds, numbers=("maximum", "minimum"), sized="tokens",
-        aspects=aspects(
+        properties=properties(
             ordinary=page_cases.KEYS, extreme=page_cases.EXTREME_KEYS, mask="last_page", full="full",
             masked=("partial",) * 4, layout=page_cases.LAYOUTS,
         ),
     ),
     Subject(
         "page_scores", page_cases.page_bounds_cases, judge_scores, numbers=("score",), sized="pages",
-        aspects=aspects(ordinary=page_cases.SCORED, extreme=page_cases.EXTREME_SCORED, layout=page_cases.LAYOUTS),
+        properties=properties(ordinary=page_cases.SCORED, extreme=page_cases.EXTREME_SCORED, layout=page_cases.LAYOUTS),
     ),
     Subject(
         "select_pages", page_cases.ranked_pages_cases, judge_selected, choices=("selected",), sized="pages",
-        aspects=aspects(
+        properties=properties(
             ordinary=page_cases.RANKED, tied=page_cases.TIED, extreme=page_cases.EXTREME_RANKED,
             masked=("random", "random", "random", "empty_row"), protect=("none", "last"), layout=page_cases.LAYOUTS,
         ),

@@ -15,7 +15,7 @@ from ...cases.contents import OCCUPANCIES
 from .. import block_model
 from ..compare import assert_dtype, assert_same
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from ..variants import BLOCKS, ONE, variant
 from . import blocks
 from .blocks import SMALL as SMALL
@@ -87,7 +87,7 @@ CASES = (ScoredPositionsCase,)
 SUBJECTS = (
     Subject(
         "score", scored_positions_cases, assert_score_right, numbers=("score",),
-        aspects=aspects(ordinary=ORDERS, masked=OCCUPANCIES[1:], layout=LAYOUTS),
+        properties=properties(ordinary=ORDERS, masked=OCCUPANCIES[1:], layout=LAYOUTS),
     ),
 )
 

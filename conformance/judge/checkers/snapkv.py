@@ -25,7 +25,7 @@ from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithme
 from ..choices import Verdict, undecided
 from ..compare import assert_dtype, assert_same, assert_within, gathered
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from ..ties import tie_classes, window_ties
 from ..variants import BLOCKS, INTERVALS, ONE, variant
 from . import blocks, h2o
@@ -117,7 +117,7 @@ def assert_compress_right(
     return verdict
 
 
-WINDOW_ASPECTS = aspects(
+WINDOW_PROPERTIES = properties(
     tied=("identical", "equal_keys"), extreme=("overflow_88", "extreme_1e4", "all_below_104"), full="none",
     masked=("left_padding", "random", "one_token"), protect=("none", "newest", "random"), layout=WINDOW_LAYOUTS,
 )
@@ -134,7 +134,7 @@ def _window_subjects(*, shared_heads: bool) -> Iterator[Subject]:
     def judge(actual: Any, case: WindowCase) -> Verdict:
         return assert_compress_right(actual, case, shared_heads=shared_heads)
 
-    shared: dict[str, Any] = {"aspects": WINDOW_ASPECTS, "sized": "tokens", "variant": "-".join(more)}
+    shared: dict[str, Any] = {"properties": WINDOW_PROPERTIES, "sized": "tokens", "variant": "-".join(more)}
     yield Subject("window_score", window_cases, judge_score, numbers=("score",),
                   inputs=lambda case: case.score_inputs | more, **shared)
     yield Subject("compress", window_cases, judge, numbers=("key", "value"), choices=("kept",),

@@ -21,7 +21,7 @@ from .. import block_model, lockstep, recorded
 from ..bounds import FLUSH, SLACK, TINY, UNIT, UNITS, gamma
 from ..compare import assert_dtype, assert_same
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from ..variants import BLOCKS, ONE, variant
 from . import blocks
 from .blocks import Chunk
@@ -101,7 +101,7 @@ def _stays(row: list[int], budget: int, sinks: int) -> list[bool]:
 SUBJECTS = (
     Subject(
         "keep", positions_cases, assert_keep_right, choices=("kept",),
-        aspects=aspects(ordinary=ORDERS, masked=OCCUPANCIES[1:], layout=LAYOUTS), recorded=recorded.positions,
+        properties=properties(ordinary=ORDERS, masked=OCCUPANCIES[1:], layout=LAYOUTS), recorded=recorded.positions,
     ),
 )
 

@@ -34,7 +34,7 @@ from ...cases.synckv_cases import (
 from ..choices import any_of_equals
 from ..compare import assert_dtype, assert_within, fail
 from ..fields import Missing, field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 
 #: The unit roundoff of float64.
 UNIT = Fraction(1, 2**53)
@@ -83,7 +83,7 @@ class Search:
     decisive: int = 0
 
     @classmethod
-    def of(cls, similarity: Tensor, clusters: int) -> Search:
+    def start(cls, similarity: Tensor, clusters: int) -> Search:
         table = [[Fraction(value) for value in row] for row in similarity.double().tolist()]
         top = max(map(max, table))
         return cls([[top - value for value in row] for row in table], clusters)
@@ -214,7 +214,7 @@ class Search:
 
 def judge_clusters(actual: Clusters, case: SimilarityCase) -> None:
     """actual: what `cluster_heads(**case.inputs)` returns."""
-    search = Search.of(case.tensor("similarity"), case.clusters)
+    search = Search.start(case.tensor("similarity"), case.clusters)
     right: set[tuple[Labels, Labels]] | None = None
     try:
         right = search.found()
@@ -287,12 +287,12 @@ def judge_similarity(actual: Tensor, case: WeightsCase) -> None:
 def subjects() -> Iterator[Subject]:
     yield Subject(
         "head_similarity", weights_cases, judge_similarity, choices=("similarity",), batched=False,
-        aspects=aspects(ordinary=WEIGHTS, tied=TIED_WEIGHTS, extreme=EXTREME_WEIGHTS, masked=("random",) * 4,
+        properties=properties(ordinary=WEIGHTS, tied=TIED_WEIGHTS, extreme=EXTREME_WEIGHTS, masked=("random",) * 4,
                         layout=HEAD_LAYOUTS),
     )  # fmt: skip
     yield ClusterSubject(
         "cluster_heads", similarity_cases, judge_clusters, choices=("labels", "representatives"), sized=None,
-        batched=False, aspects=aspects(ordinary=SIMILARITIES, tied=TIED_SIMILARITIES, layout=HEAD_LAYOUTS),
+        batched=False, properties=properties(ordinary=SIMILARITIES, tied=TIED_SIMILARITIES, layout=HEAD_LAYOUTS),
     )
 
 

@@ -16,7 +16,7 @@ from ..bounds import Arithmetic, Interval, arithmetic, log_weight_error
 from ..compare import fail
 from ..fields import Missing, field
 from ..selections import assert_selected_right
-from ..subjects import TIED, Subject, aspects
+from ..subjects import TIED, Subject, properties
 from ..ties import tie_classes
 
 
@@ -86,12 +86,12 @@ def assert_anticipation_right(actual: Tensor, case: SetsCase) -> None:
 
 
 def _subjects() -> Iterator[Subject]:
-    found = aspects(
+    found = properties(
         tied=TIED, extreme=("overflow_88", "extreme_1e4", "many_87", "all_below_104", "zero_query"),
         masked=OCCUPANCIES[1:],
     )
-    yield Subject("initial_sets", sets_cases, assert_initial_right, choices=("static", "dynamic"), aspects=found)
-    yield Subject("anticipate", sets_cases, assert_anticipation_right, choices=("dynamic",), aspects=found,
+    yield Subject("initial_sets", sets_cases, assert_initial_right, choices=("static", "dynamic"), properties=found)
+    yield Subject("anticipate", sets_cases, assert_anticipation_right, choices=("dynamic",), properties=found,
                   inputs=lambda case: case.step_inputs, also=True)  # fmt: skip
 
 

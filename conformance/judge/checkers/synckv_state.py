@@ -151,8 +151,8 @@ class Adapter(lockstep.Adapter):
                  f"got {int((visible & ~fixed).sum(-1).max())}")
         score = torch.where(visible & ~fixed, torch.inf, torch.where(fixed, low, torch.nan))
         score = score.masked_fill(~fixed & ~visible, -torch.inf).masked_fill(~candidates, -torch.inf)
-        dynamic = ranked(score, fixed | visible, size)
-        truth = ranked((low + high) / 2, candidates, size)
+        dynamic = best_candidates(score, fixed | visible, size)
+        truth = best_candidates((low + high) / 2, candidates, size)
         synckv_sets.assert_chosen_right(dynamic, truth, case, None, what="dynamic")
 
     @staticmethod
@@ -169,7 +169,7 @@ class Adapter(lockstep.Adapter):
         return self.bound, None
 
 
-def ranked(score: Tensor, candidates: Tensor, count: int) -> Tensor:
+def best_candidates(score: Tensor, candidates: Tensor, count: int) -> Tensor:
     """The best `count` candidates (the first in a tie), ascending, then -1."""
     slots = score.shape[-1]
     score = score.double().clamp_min(-1e300).masked_fill(~candidates, -torch.inf)

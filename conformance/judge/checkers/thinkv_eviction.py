@@ -19,7 +19,7 @@ from ...cases.thought_cases import LAYOUTS, SegmentCase, segment_cases
 from ..bounds import FLUSH, SLACK, UNIT, gamma
 from ..compare import fail
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from ..ties import tie_classes
 
 ROUNDS = 10
@@ -217,7 +217,7 @@ def _judge_representatives(actual: Any, case: SegmentCase) -> None:
 REPRESENTATIVES = Subject(
     "select_representatives", lambda **arguments: segment_cases(shrinks=True, **arguments), _judge_representatives,
     choices=("indices",), sized=None, batched=False,
-    aspects=aspects(
+    properties=properties(
         ordinary=("ordinary", "clumps"), tied=("duplicates", "equal_keys"), extreme=("sizes", "offset"), layout=LAYOUTS,
     ),
 )

@@ -34,7 +34,7 @@ from ..choices import any_of_equals
 from ..compare import assert_dtype, assert_same, fail
 from ..fields import Missing, field
 from ..mismatch import fail_choice, fail_tie
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from .quantizers import assert_rounded, rounded
 
 LARGEST = torch.finfo(torch.float32).max
@@ -195,7 +195,7 @@ def assert_codes(actual: Tensor, scales: Any, second: Tensor | None, exact: Exac
     _fail_level("codes", tied & (index != right.likely), found, expected, "; halves go to the even code", fail_tie)
     live = (step > 0).expand(found.shape) & (exact.sizes > 0)
     stats.decisions(int(live.sum()), int((live & (tied | (right.low == right.high))).sum()))
-    stats.adjudicated(int((live & (index != right.likely)).sum()))
+    stats.adjudicate(int((live & (index != right.likely)).sum()))
 
 
 def _step(scales: Any, second: Tensor | None, exact: Exact, case: FormatsCase) -> Tensor:
@@ -258,22 +258,22 @@ def judge_unpacked(actual: Tensor, case: BytesCase) -> None:
 
 
 def _subjects() -> Iterator[Subject]:
-    found = dict(aspects(ordinary=ORDINARY, tied=TIED, extreme=EXTREME, layout=LAYOUTS))
+    found = dict(properties(ordinary=ORDINARY, tied=TIED, extreme=EXTREME, layout=LAYOUTS))
     apart = {"fmt": FORMATS, "apart": (True,)}
     found["independence"] = {**found["independence"], **apart}
     read = {name: one for name, one in found.items() if name != "ties"}
     yield Subject(
         "quantize", formats_cases, judge_quantized, numbers=("scales", "tensor_scale"), choices=("codes",),
-        sized="tokens", aspects=found,
+        sized="tokens", properties=found,
     )
     yield Subject(
         "dequantize", lambda **more: formats_cases(made=QuantizedCase, **more), judge_read, numbers=("numbers",),
-        sized="tokens", aspects=read, arguments=QuantizedCase.arguments,
+        sized="tokens", properties=read, arguments=QuantizedCase.arguments,
     )
-    bytes_of = aspects(layout=LAYOUTS)
-    yield Subject("pack", bytes_cases, judge_packed, numbers=("packed",), sized="tokens", aspects=bytes_of,
+    bytes_of = properties(layout=LAYOUTS)
+    yield Subject("pack", bytes_cases, judge_packed, numbers=("packed",), sized="tokens", properties=bytes_of,
                   inputs=lambda case: case.pack_inputs)  # fmt: skip
-    yield Subject("unpack", bytes_cases, judge_unpacked, numbers=("codes",), sized="tokens", aspects=bytes_of,
+    yield Subject("unpack", bytes_cases, judge_unpacked, numbers=("codes",), sized="tokens", properties=bytes_of,
                   inputs=lambda case: case.unpack_inputs, also=True)  # fmt: skip
 
 

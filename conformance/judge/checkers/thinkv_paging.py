@@ -24,7 +24,7 @@ from ...cases.thought_cases import LAYOUTS
 from ..bounds import SLACK, UNIT, Arithmetic, Interval, gamma, output_error, weight_error
 from ..compare import Mismatch, assert_dtype, assert_same, assert_within, fail
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 from .thinkv_thoughts import share_interval
 
 #: The public tables of both sides.
@@ -62,7 +62,7 @@ def attention_of(cache: PagedCache, query: Tensor, scale: float | None = None) -
     return attend(query, key, value, occupied, scale=scale)
 
 
-def widened(attention: Attention, query: Tensor, key: Tensor, allowed: PagedArithmetic) -> Attention:
+def widen_logits(attention: Attention, query: Tensor, key: Tensor, allowed: PagedArithmetic) -> Attention:
     """`attention` with dot products enlarged so that `bounds.logit_error` covers the errors of the paged cache.
 
     fp8: a chunk's scale may be applied to the dot product instead of to its elements: one rounding more, and another
@@ -99,7 +99,7 @@ def attention_error(attention: Attention, allowed: PagedArithmetic) -> Tensor:
 
 
 def sparsity_interval(wide: Attention, allowed: PagedArithmetic, config: ThinKVConfig) -> tuple[Interval, Tensor]:
-    """`share_interval` of `widened` attention."""
+    """`share_interval` of attention with `widen_logits`."""
     heads = wide.key_value_heads
     given: Any = SimpleNamespace(
         attention=wide, key_value_heads=heads, group=wide.query_heads // heads, occupied=wide.occupied,
@@ -115,7 +115,7 @@ def assert_attention_right(
     allowed = arithmetic(cache, query.dtype)
     attention = attention_of(cache, query, scale)
     key, _, _ = in_order(cache, torch.float64)
-    wide = widened(attention, query, key, allowed)
+    wide = widen_logits(attention, query, key, allowed)
     with field("output"):
         assert_within(
             result.output, attention.output[:, :, 0], attention_error(wide, allowed)[:, :, 0], what=f"{what}output"
@@ -190,7 +190,7 @@ def _judge_attended(actual: Attended, case: PagedCase) -> None:
 ATTENTION = PagedSubject(
     "decode_attention", partial(paged_cases, most=12), _judge_attended, numbers=("output",), choices=("sparsity",),
     inputs=_inputs, sized=None,
-    aspects=aspects(
+    properties=properties(
         extreme=("overflow_88", "extreme_1e4", "tiny_values", "zero_query"), mask="evictions", full=0, masked=(1, 2, 3),
         layout=LAYOUTS,
     ),

@@ -187,7 +187,7 @@ class Adapter(lockstep.Adapter):
         allowed = thinkv_paging.arithmetic(self.cache, query.dtype)
         self.attention = thinkv_paging.attention_of(self.cache, query, reference.scale)
         key, _, _ = in_order(self.cache, torch.float64)
-        wide = thinkv_paging.widened(self.attention, query, key, allowed)
+        wide = thinkv_paging.widen_logits(self.attention, query, key, allowed)
         self.bound = thinkv_paging.attention_error(wide, allowed)[:, :, 0]
         if (reference.tokens_seen - self.prompt - 1) % config.tau:
             assert_same(tested.sparsity, self.share, what="sparsity (unchanged in this step)")

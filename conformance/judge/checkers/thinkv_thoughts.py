@@ -18,7 +18,7 @@ from .. import recorded
 from ..bounds import FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
 from ..compare import JudgeError, fail
 from ..fields import field
-from ..subjects import Subject, aspects
+from ..subjects import Subject, properties
 
 
 def log_pooled(case: SparsityCase, allowed: Arithmetic) -> list[Tensor]:
@@ -124,7 +124,7 @@ def assert_sparsity_right(actual: Any, case: SparsityCase, *, allowed: Arithmeti
         )
     decisions = int(case.occupied.sum()) * open_.shape[1]
     stats.decisions(decisions, decisions - int(open_.sum()))
-    stats.adjudicated(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
+    stats.adjudicate(int(((actual.double() - truth).abs() > truth * gamma(case.key_value_heads + 6) * SLACK).sum()))
 
 
 def _judge_sparsity(actual: Tensor, case: SparsityCase) -> None:
@@ -135,7 +135,7 @@ def _judge_sparsity(actual: Tensor, case: SparsityCase) -> None:
 #: Whether a token is below the threshold is a decision.
 SPARSITY = Subject(
     "attention_sparsity", sparsity_cases, _judge_sparsity, choices=("sparsity",),
-    aspects=aspects(extreme=("overflow_88", "extreme_1e4", "many_87", "zero_query"), masked=OCCUPANCIES[1:]),
+    properties=properties(extreme=("overflow_88", "extreme_1e4", "many_87", "zero_query"), masked=OCCUPANCIES[1:]),
     recorded=recorded.sparsities,
 )
 

@@ -20,7 +20,7 @@ from ..compare import assert_same
 from ..variants import BLOCKS, INTERVALS, ONE, variant
 from . import blocks, h2o
 from .blocks import SMALL as SMALL
-from .blocks import Chunk, equal_keys, log_sum_interval, received, received_error
+from .blocks import Chunk, equal_keys, log_sum_interval, received_attention, received_error
 from .blocks import max_kept as max_kept
 
 CASES = blocks.ATTEND_CASES
@@ -78,7 +78,7 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     exponential and a division by G. The bound is the larger of the two."""
     low, high = log_sum_interval(attention, allowed)
     group = attention.query_heads // attention.key_value_heads
-    truth, last = received(attention), EXP + DIVISION + 2 * UNIT
+    truth, last = received_attention(attention), EXP + DIVISION + 2 * UNIT
     error = torch.maximum(high.exp() / group * (1 + last) - truth, truth - low.exp() / group * (1 - last))
     error = error * SLACK + 4 * FLUSH * attention.seen[:, :, 0].unflatten(1, (-1, group)).any(2)
     return torch.maximum(error, received_error(attention, allowed))
@@ -134,7 +134,7 @@ class Adapter(blocks.Adapter):
         attention = self._newest(chunk)
         error = weight_error(attention, chunk.allowed)
         if not chunk.reference.config.per_head:
-            error = mean_error(received(attention), error)
+            error = mean_error(received_attention(attention), error)
         error = chunk.wide(error)
         # A row whose chunk is all padding keeps its scores.
         has_tokens = chunk.before["valid"].any(-1)[:, None, None]

@@ -125,10 +125,10 @@ def _run(options: argparse.Namespace) -> int:
             store(cases, results)
     none = claim_mutants.without(rows, known)
     chosen_methods = options.methods or methods
-    return _said(cases, results, [test for test in none if claim_mutants.method_of(test) in chosen_methods])
+    return _report(cases, results, [test for test in none if claim_mutants.method_of(test) in chosen_methods])
 
 
-def _said(cases: Sequence[Case], results: Stored, none: Sequence[str]) -> int:
+def _report(cases: Sequence[Case], results: Stored, none: Sequence[str]) -> int:
     """Print the tests without a change and those that did not detect theirs, and return the exit code."""
     for test in none:
         print(f"no change: {test}")

@@ -1,9 +1,9 @@
 """``python -m kvtwin.conformance.lab.mutation.power``: detection of planted faults, and false alarms.
 
-Each fault of lab/patients/faults.py and each right implementation of lab/patients/right is judged with each seed, as
-``kvtwin verify METHOD --impl MODULE --seed N`` judges it, less shrinking. The verdict on a fault ends with the first
-failure. Each line of the results is one verdict; verdicts that are in the file are not made again, so a run can be
-stopped at any time and resumed. --store writes the counts to power.json, from which the documentation has its tables.
+Each fault of lab/implementations/faults.py and each right implementation of lab/implementations/right is judged with
+each seed, as ``kvtwin verify METHOD --impl MODULE --seed N`` judges it, less shrinking. The verdict on a fault ends
+with the first failure. Each line of the results is one verdict; verdicts that are in the file are not made again, so a
+run can be stopped and resumed. --store writes the counts to power.json, from which the documentation has its tables.
 
 Exit code 0; 1 if a right implementation was not called right, or a process ended without a verdict.
 """
@@ -24,28 +24,28 @@ from typing import Any
 
 from ...harness import environment
 from ...progress import bar, say
-from ..patients import right
-from .verdict_server import Order, Server, taken
+from ..implementations import right
+from .verdict_server import Order, Server, read_answer
 
 STORED = Path(__file__).with_name("power.json")
 DEFAULT_RESULTS = Path("kvtwin-power.jsonl")
 SCHEMA = 1
 RUNS_WITH = ("torch", "triton", "hypothesis", "pytest")
-PATIENTS = "kvtwin.conformance.lab.patients"
+IMPLEMENTATIONS = "kvtwin.conformance.lab.implementations"
 FAULTS, RIGHT = "faults", "right"
-#: How many processes share a GPU's memory, for cases/turns.py.
+#: How many processes share a GPU's memory, for cases/gpu_memory.py.
 SHARED = "PYTEST_XDIST_WORKER_COUNT"
 
 
 def rows() -> dict[str, dict[str, tuple[str, str, str]]]:
     """The method and the module of each fault, and of each right implementation, by name ("keydiff loops"), and the
     property under which a fault is likely to be found."""
-    from ..patients.faults import FAULTS as planted  # imports torch
+    from ..implementations.faults import FAULTS as planted  # imports torch
 
     return {
-        FAULTS: {name: (fault.method, f"{PATIENTS}.planted", fault.shows) for name, fault in planted.items()},
+        FAULTS: {name: (fault.method, f"{IMPLEMENTATIONS}.planted", fault.shows) for name, fault in planted.items()},
         RIGHT: {
-            f"{method} {module}": (method, f"{PATIENTS}.right.{module}", "")
+            f"{method} {module}": (method, f"{IMPLEMENTATIONS}.right.{module}", "")
             for module, style in right.RIGHT.items() for method in style.methods
         },
     }
@@ -53,7 +53,7 @@ def rows() -> dict[str, dict[str, tuple[str, str, str]]]:
 
 def orders(kinds: Sequence[str], only: Sequence[str] | None, seeds: Iterable[int], device: str) -> list[Order]:
     """The verdicts that are asked for, seed by seed. Raises ValueError for an unknown name in `only`."""
-    from ..patients import planting
+    from ..implementations import planting
 
     chosen = {kind: found for kind, found in rows().items() if kind in kinds}
     names = [name for found in chosen.values() for name in found]
@@ -89,7 +89,7 @@ def run(orders: Sequence[Order], *, device: str, jobs: int, done: Callable[[dict
                 server.order(running[order.key])
             answer = server.answer()
             order = running.pop(answer["key"])
-            done(record(order, taken(Path(order.folder), answer), answer["seconds"]))
+            done(record(order, read_answer(Path(order.folder), answer), answer["seconds"]))
 
 
 def record(order: Order, found: dict[str, Any], seconds: float) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from .mutants import Mutant, MutantError, load
 from .mutate import Tree, here
 from .verdict_copies import Subject
 from .verdict_results import Row
-from .verdict_server import Order, Server, ServerError, StartError, taken
+from .verdict_server import Order, Server, ServerError, StartError, read_answer
 
 SECONDS = 600.0  # of one mutant
 #: Exceptions of a mutant that cannot run, which any test detects.
@@ -187,7 +187,7 @@ class Bench:
                     running.clear()
                     continue
                 self._starts = 1
-                subject, found = running.pop(answer["key"]), taken(self._folder(answer["key"]), answer)
+                subject, found = running.pop(answer["key"]), read_answer(self._folder(answer["key"]), answer)
                 if answer["late"] and self.run.over and answer["seconds"] < self.run.seconds:
                     continue  # it ran out of the run's time, not of its own
                 yield self._row(subject, found, answer["seconds"], answer["cpu"])
@@ -241,7 +241,7 @@ class Bench:
 
 
 def row_of_run(subject: Subject, found: Mapping[str, Any], *, sources: str, seconds: float, cpu: float) -> Row:
-    """The row of a subject from what its run found (verdict_server.taken)."""
+    """The row of a subject from what its run found (verdict_server.read_answer)."""
     mutant = subject.mutant
     facts: dict[str, Any] = {
         "name": subject.name, "method": subject.method, "side": subject.side, "sources": sources, "seconds": seconds,

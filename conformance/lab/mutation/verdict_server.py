@@ -145,7 +145,7 @@ class Server:
             self._process.stdout.close()
 
 
-def taken(folder: Path, answer: Mapping[str, Any]) -> dict[str, Any]:
+def read_answer(folder: Path, answer: Mapping[str, Any]) -> dict[str, Any]:
     """What a child wrote in its folder (`verdict_forks.found_by`), which is deleted. If it wrote nothing, why: as
     "crashed" if one of CRASHES ended it, else as "broken"."""
     path, output = folder / FOUND, folder / OUTPUT

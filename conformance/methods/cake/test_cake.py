@@ -12,7 +12,7 @@ import torch
 
 from kvtwin.conformance.cases.case import WindowCase
 from kvtwin.conformance.judge.checkers.cake import assert_observe_right, observe_inputs
-from kvtwin.conformance.judge.checkers.cake_bounds import ROUNDING, observed
+from kvtwin.conformance.judge.checkers.cake_bounds import ROUNDING, observation_intervals
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.suite.cake.test_cake import INF, both_sides, cake_of, drawn
 from kvtwin.reference.baselines import cake_prompt as rules
@@ -55,7 +55,7 @@ def observed_by_loops(query, key, occupied, gamma, kernel_size):
 
 def errors(query, key, occupied, **options):
     """The most by which float32 results of `observe` may differ from the exact ones: score, dispersion, shift."""
-    found = observed(query.float(), key.float(), occupied, **{"gamma": 200.0, "scale": None, **options})
+    found = observation_intervals(query.float(), key.float(), occupied, **{"gamma": 200.0, "scale": None, **options})
     return [
         torch.maximum(one.high - exact, exact - one.low).nan_to_num(0)       # of infinite scores, inf - inf
         for one, exact in zip((found.score, found.dispersion, found.shift), found.exact, strict=True)
@@ -187,20 +187,20 @@ def test_budgets_follow_their_integer_rules(prefix, side, twins, device):
 
 @both_sides
 def test_budgets_of_chosen_cases(side, twins, device):
-    def of(preferences, prefix, total):
+    def budgets_of(preferences, prefix, total):
         log = torch.tensor([preferences], dtype=torch.float64, device=device).log()
         return cake_of(twins, side).budgets(log, torch.tensor([prefix], device=device), total)[0].tolist()
 
-    assert of([7.0], 10, 30) == [10]                    # the first layer: capped, nobody takes the rest
-    assert of([1.0, 1.0, 1.0], 100, 31) == [11, 10, 10]  # the remainder goes to the first layers
+    assert budgets_of([7.0], 10, 30) == [10]                    # the first layer: capped, nobody takes the rest
+    assert budgets_of([1.0, 1.0, 1.0], 100, 31) == [11, 10, 10]  # the remainder goes to the first layers
     # [80, 10, 9]: the excess of 40 goes to two layers, the 1 that trunc left to the first of them.
-    assert of([80.5, 10.2, 9.3], 40, 100) == [40, 31, 29]
+    assert budgets_of([80.5, 10.2, 9.3], 40, 100) == [40, 31, 29]
     # [10, 5, 1]: the excess of 4 fills the second layer and beyond, so that the third gets the 1 that is missing.
-    assert of([10.3, 5.4, 1.3], 6, 17) == [6, 6, 4]
-    assert of([0.0, 0.0], 100, 10) == [5, 5]            # no preference at all: equal shares
-    assert of([0.0, 3.0], 100, 10) == [0, 10]
-    assert of([math.nan, 3.0], 100, 10) == [0, 10]      # NaN is no preference
-    assert of([math.nan, 0.0], 100, 10) == [5, 5]
+    assert budgets_of([10.3, 5.4, 1.3], 6, 17) == [6, 6, 4]
+    assert budgets_of([0.0, 0.0], 100, 10) == [5, 5]            # no preference at all: equal shares
+    assert budgets_of([0.0, 3.0], 100, 10) == [0, 10]
+    assert budgets_of([math.nan, 3.0], 100, 10) == [0, 10]      # NaN is no preference
+    assert budgets_of([math.nan, 0.0], 100, 10) == [5, 5]
 
 
 @both_sides

@@ -30,7 +30,7 @@ def attend(pair: discovery.Pair, twins: Twins, case: AttendCase) -> Any:
 
 
 def assert_right(pair: discovery.Pair, twins: Twins, case: AttendCase) -> None:
-    judge = checkers.of(pair.name)
+    judge = checkers.checker_of(pair.name)
     assert judge is not None
     assert list(judge.replay(case, checkers.module(twins.optimized, pair))) == ["attend: right"]
 

@@ -26,7 +26,7 @@ few = settings(max_examples=max(2, settings().max_examples // 5))
 
 def assert_right(pair: discovery.Pair, twins: Any, side: str, case: Fp8AttendCase) -> Any:
     """Judge the result of `attend`, and return it."""
-    judge, results = checkers.of(pair.name), []
+    judge, results = checkers.checker_of(pair.name), []
     assert judge is not None
 
     class Module:

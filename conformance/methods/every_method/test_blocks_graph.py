@@ -351,7 +351,7 @@ def test_prompts_in_and_outside_of_inference_mode(device):
 @pytest.mark.parametrize(("blocks", "most", "expected"), [
     (9, 8, {1}), (15, 8, {1}), (16, 8, {2}), (40, 8, {4}), (43, 8, {4}), (64, 8, {8}), (200, 8, {8}), (67, 3, {3}),
 ], ids=str)
-def test_a_graph_has_a_block_for_every_eight_of_the_prompt(blocks, most, expected, device, monkeypatch):
+def test_a_graph_has_one_block_per_eight_blocks_of_the_prompt(blocks, most, expected, device, monkeypatch):
     """At most as many as a chunk has. Behind the last chunk and in a state's first prompt, it has one."""
     monkeypatch.setattr(graph, "TIMES", 8)
     monkeypatch.setattr(graph, "CHUNK", most)

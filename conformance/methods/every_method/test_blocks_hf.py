@@ -98,7 +98,7 @@ def test_the_mask_is_read_for_the_first_layer_alone() -> None:
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 9])
-def test_a_mask_given_to_the_cache_alone(twins: Any, device: torch.device, chunk: int) -> None:
+def test_padding_may_be_given_to_the_cache_instead_of_the_model(twins: Any, device: torch.device, chunk: int) -> None:
     """A loop over forward() that passes positions but no mask. The mask given to the constructor has the padding of
     each chunk. Tokens beyond its end are valid."""
     model, inputs = tiny_models.model("llama", device=device), prompts(9, [0, 5], device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvtwin.conformance import discovery
 from kvtwin.conformance.cases import draws, every_call, strategies, tiny
-from kvtwin.conformance.cases.load import FILLS, Load, filled
+from kvtwin.conformance.cases.load import FILLS, Load, memory_filled_with
 from kvtwin.conformance.lab import compile_only
 from kvtwin.optimized._common.launch import INTERPRETED
 
@@ -50,7 +50,7 @@ def first_that_differs(calls: list[every_call.Call], device: torch.device, round
     load = Load(device, seed=0)
     for number in range(rounds):
         order = random.Random(number).sample(range(len(calls)), len(calls))
-        with filled(FILLS[number % len(FILLS)]):
+        with memory_filled_with(FILLS[number % len(FILLS)]):
             for place in order:
                 call = calls[place]
                 load.add()
@@ -79,7 +79,7 @@ def test_a_call_gives_the_same_bits_each_time(pair, large, fused, device):
         head_dim, group, dtype = strategies.USUAL
         sizes = {"head_dim": head_dim, "group": group}
     with tiny.larger(**sizes) if large else nullcontext(), compile_only.fused_as(pair, fused):
-        calls = list(every_call.of(pair, device, dtype, (head_dim,), (True,)))
+        calls = list(every_call.calls_of(pair, device, dtype, (head_dim,), (True,)))
         assert first_that_differs(calls, device, ROUNDS) is None
 
 

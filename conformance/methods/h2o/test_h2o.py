@@ -38,7 +38,7 @@ def test_h2o_sums_are_column_sums_whatever_the_blocks(seed, block, count, twins,
     )
     both.prefill(query, key, value)
     occupied = torch.ones(1, count, dtype=torch.bool, device=device)
-    sums = blocks.received(attend(query, key, value, occupied, causal=True))
+    sums = blocks.received_attention(attend(query, key, value, occupied, causal=True))
     score, bound = both.tested.score[..., :count], both.adapter.previous_error[..., :count]
     assert_within(score, sums, bound, what="score against column sums")
 
@@ -191,7 +191,7 @@ def test_h2o_rows_evict_by_their_own_sums_at_intervals(side, twins, device):
 
 
 @SIDES
-def test_h2o_protects_the_newest_wherever_they_are(side, twins, device):
+def test_h2o_protects_the_newest_tokens_in_any_slots(side, twins, device):
     """Token 3 takes the slot of token 0, the first. It receives nothing, but is one of the two newest at the next step,
     which evicts token 2."""
     state = new(getattr(twins, side).baselines.h2o, device, budget=3, block=1, recent=2)

@@ -22,7 +22,7 @@ from kvtwin.conformance.suite.keydiff.test_keydiff_fp8 import (
     each_format,
     each_side,
     keys,
-    of,
+    module_of,
     over_pages,
     paged_keys,
 )
@@ -39,8 +39,8 @@ few = settings(max_examples=max(2, settings().max_examples // 5))
 def test_keydiff_over_fp8_is_what_float64_says(side, data, twins, device):
     case = data.draw(key_cases(content=DECIDED, similarity=("cosine",), slots=(1, 24)))
     case = dataclasses.replace(case, dtype=FORMATS[data.draw(st.sampled_from(sorted(FORMATS)))])
-    assert_right(of(twins, side, device), case)
-    judge.assert_pairwise_right(of(twins, side, device).pairwise_score(**case.pairwise_inputs), case)
+    assert_right(module_of(twins, side, device), case)
+    judge.assert_pairwise_right(module_of(twins, side, device).pairwise_score(**case.pairwise_inputs), case)
 
 
 @pytest.mark.kind("laws")
@@ -51,7 +51,7 @@ def test_a_positive_scale_of_each_head_changes_nothing(side, fp8, anchor, twins,
     """The result is right for keys times any positive scales, also if they differ among heads by orders of magnitude.
     With powers of two, it has the same bits."""
     case = keys(fp8, device, anchor=anchor)
-    module = of(twins, side, device)
+    module = module_of(twins, side, device)
     score, kept = module.score(**case.score_inputs), module.evict(**case.inputs).kept
     error = judge.score_error(judge.keys_of(case), "cosine")
     for scale in ([0.3, 170.0], [2.0**-8, 4.0]):
@@ -73,7 +73,7 @@ def test_a_positive_scale_of_each_head_changes_nothing(side, fp8, anchor, twins,
 def test_keydiff_reads_no_code_of_a_free_slot(side, fp8, occupancy, twins, device):
     """NaN with both signs, infinity, and all others."""
     case = keys(fp8, device, occupancy=occupancy, poison="zero")
-    module = of(twins, side, device)
+    module = module_of(twins, side, device)
     free = ~case.mask[..., None]
     assert bool(free.any())
     plain = module.score(**case.score_inputs), module.evict(**case.inputs).kept
@@ -90,7 +90,7 @@ def test_keydiff_reads_no_code_of_a_free_slot(side, fp8, occupancy, twins, devic
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "spread", "channels_first"])
 def test_keydiff_over_fp8_does_not_depend_on_strides(side, fp8, layout, twins, device):
     one, other = (keys(fp8, device, layout=name) for name in ("contiguous", layout))
-    module = of(twins, side, device)
+    module = module_of(twins, side, device)
     assert_right(module, other)
     if device.type == "cpu":
         for name, mine, its in zip(
@@ -107,7 +107,7 @@ def test_nan_in_an_occupied_slot_reaches_the_scores(side, fp8, code, twins, devi
     case = keys(fp8, device, occupancy="none")
     key = bits(case.key).clone()
     key[1, 0, 20, 3] = code
-    score = of(twins, side, device).score(key.view(FORMATS[fp8]))
+    score = module_of(twins, side, device).score(key.view(FORMATS[fp8]))
     assert bool(score[1, 0].isnan().all()) and not bool(score[0].isnan().any() or score[1, 1].isnan().any())
 
 

@@ -137,7 +137,7 @@ def test_the_memory_of_a_state_is_that_of_its_codes(bits, twins, device):
         assert state._keys.nbytes + state._values.nbytes == BATCH * HEADS * buffers
     given = tokens(device, 40)
     state.prefill(*given)
-    held = checkers.of("kivi").bytes_of(state)
+    held = checkers.checker_of("kivi").bytes_of(state)
     expected = BATCH * HEADS * ((32 + 24) * HEAD_DIM * bits // 8 + groups(32) + groups(24) + (8 + 16) * HEAD_DIM * item)
     assert held == expected < 2 * BATCH * HEADS * 40 * HEAD_DIM * item
 

@@ -151,7 +151,7 @@ def test_layers_with_a_sliding_window_stay_stock(twins, device):
     assert torch.equal(generate(model, inputs, 12, use_cache=False), expected)
 
 
-def test_a_mask_given_to_the_cache_alone(twins, device):
+def test_padding_may_be_given_to_the_cache_instead_of_the_model(twins, device):
     """A loop over forward() that passes positions but no mask. The padding is given to the constructor."""
     model, inputs = tiny_models.model("llama", device=device), prompts(6, [0, 4], device)
     model.set_attn_implementation("kvtwin")

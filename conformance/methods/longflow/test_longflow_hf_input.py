@@ -155,7 +155,7 @@ def tiny_mask(length: int) -> Any:
     )
 
 
-def test_types_that_the_kernels_do_not_have():
+def test_dtypes_without_kernels_are_refused():
     from kvtwin.optimized.hf import LongFlowCache as Optimized
 
     model = tiny_models.model("llama", torch.float64)
@@ -267,7 +267,7 @@ def test_rejects_output_attentions(model, inputs):
         )
 
 
-def test_stock_caches_are_left_alone(model, inputs):
+def test_stock_caches_are_unchanged(model, inputs):
     """Any other cache works with the attention "kvtwin", as it does with "sdpa"."""
     stock = tiny_models.model("llama")
     expected = stock.generate(**inputs, max_new_tokens=4)

@@ -12,7 +12,7 @@ import torch
 from kvtwin.conformance.cases.bad_input import (
     STATE,
     Call,
-    converted,
+    convert_to,
     module_of,
     moved,
     refused,
@@ -65,7 +65,7 @@ def test_sizes_that_kernels_cannot_take(
 @both_sides
 def test_float64_is_for_the_reference(subject: str, side: str, twins: Twins, device: torch.device) -> None:
     call = Call(twins, side, subject, device)
-    converted(torch.float64)(call.arguments)
+    convert_to(torch.float64)(call.arguments)
     if side == "optimized":
         with call.refused(TypeError, r"dtype must be one of .*float32.*float16.*bfloat16, got torch.float64"):
             call()

@@ -171,7 +171,7 @@ def test_the_memory_of_a_state_is_its_budget(bits, units, twins, device):
     given = [tensor.bfloat16() for tensor in tokens(device, 24)]
     state.prefill(*given)
     groups = 2 * 2 * 2 * int(state.tokens_quantized.sum()) * KIT.heads * 2
-    assert checkers.of("pm_kvq").bytes_of(state) - groups <= 2 * state.budget_bytes
+    assert checkers.checker_of("pm_kvq").bytes_of(state) - groups <= 2 * state.budget_bytes
 
 
 @pytest.mark.parametrize(("dtype", "options"), [
@@ -202,7 +202,7 @@ def test_a_prompt_is_packed_into_fields_of_every_width(twins, device):
 
 def test_lockstep_notices_another_width(twins, device):
     """The judge compares the widths themselves, not only codes."""
-    adapter = checkers.of("pm_kvq").Adapter()
+    adapter = checkers.checker_of("pm_kvq").Adapter()
     one, other = (new_state(twins.reference, device, bits=bits) for bits in (5, 16))
     for state in (one, other):
         state.prefill(*tokens(device, 12))

@@ -236,4 +236,4 @@ def test_the_memory_of_a_step_is_that_of_the_selected_tokens(twins, device):
     state.prefill(*tokens(device, 8))
     state.step(*token(device))
     # A full page and a page of one token, of one KV head.
-    assert checkers.of("quest").bytes_of(state) == BATCH * HEADS * 3 * 2 * HEAD_DIM * 4
+    assert checkers.checker_of("quest").bytes_of(state) == BATCH * HEADS * 3 * 2 * HEAD_DIM * 4

@@ -242,7 +242,7 @@ def test_r_kv_a_long_first_key_is_exempt(side, twins, device):
 
 @SIDES
 @pytest.mark.parametrize(("exempts_first", "first"), [(True, 0), (False, 1)])
-def test_r_kv_a_similarity_at_the_threshold_is_either(side, exempts_first, first, twins, device):
+def test_r_kv_either_choice_is_right_at_a_similarity_threshold(side, exempts_first, first, twins, device):
     """Two keys have a similarity of 0.5 up to rounding, and no other is similar: right answers are not refused."""
     generator = torch.Generator().manual_seed(1)
     module = getattr(twins, side).baselines.r_kv

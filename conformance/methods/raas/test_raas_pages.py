@@ -217,7 +217,7 @@ def test_the_checker_draws_pages():
     drawn = []
 
     @settings(max_examples=60, database=None, derandomize=True)
-    @given(config=checkers.of("raas").configs(8, 8))
+    @given(config=checkers.checker_of("raas").configs(8, 8))
     def draw(config):
         drawn.append(config.get("page_size"))
 

@@ -275,7 +275,7 @@ class BlockCacheTests:
             model.generate(**prompts(5, [0]), past_key_values=used, max_new_tokens=3)
 
     @pytest.mark.kind("bad_input")
-    def test_types_that_the_kernels_do_not_have(self) -> None:
+    def test_dtypes_without_kernels_are_refused(self) -> None:
         model = tiny_models.model("llama", F64)
         model.set_attn_implementation("kvtwin")
         with pytest.raises(TypeError, match=r"dtype must be one of torch\.float32"):

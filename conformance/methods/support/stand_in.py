@@ -37,18 +37,18 @@ READS = (
 
 def captured(function: Callable[[], object], memory: object) -> Callable[[], None]:
     """As `kvtwin.optimized._common.graph.captured`: records a call, which has no effect, and returns what runs it."""
-    tape = Tape()
+    recording = Recording()
     with capturing(), torch.inference_mode(False), torch.no_grad():
         launch = GridExecutor.__call__
         watched = mock.patch.object(
-            GridExecutor, "__call__", lambda one, *args, **kwargs: tape.launch(partial(launch, one), args, kwargs)
+            GridExecutor, "__call__", lambda one, *args, **kwargs: recording.launch(partial(launch, one), args, kwargs)
         )
         try:
-            with tape, watched:
+            with recording, watched:
                 function()
         finally:
-            tape.undo()
-    return tape.replay
+            recording.undo()
+    return recording.replay
 
 
 def install(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def is_capturing(device: torch.device) -> bool:
     return IN_CAPTURE
 
 
-class Tape(TorchDispatchMode):
+class Recording(TorchDispatchMode):
     """The operations of a call, with their arguments and results."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from kvtwin.conformance.suite.synckv.synckv_offloaded import (
     assert_same,
     new,
     played,
-    settle,
+    synchronize,
     tokens,
     with_transfers,
 )
@@ -92,14 +92,14 @@ def test_only_tokens_that_are_not_resident_are_read(form, device, expected):
     @contextmanager
     def watched(state: Any) -> Iterator[None]:
         away = state._offload
-        settle(device)
+        synchronize(device)
         held = away.tokens[away.tokens >= 0].cpu()
         whole = [bank.clone() for bank in away.bank]
         for bank in away.bank:
             bank[:, :, held] = torch.nan
         yield
         state.join()
-        settle(device)
+        synchronize(device)
         poisoned.append(len(held))
         for bank, before in zip(away.bank, whole, strict=True):
             bank[:, :, held] = before[:, :, held]

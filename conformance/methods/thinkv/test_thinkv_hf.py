@@ -375,7 +375,7 @@ def test_rejects_a_model_without_our_attention(twins):
 
 
 @pytest.mark.kind("bad_input")
-def test_types_that_the_kernels_do_not_have():
+def test_dtypes_without_kernels_are_refused():
     from kvtwin.optimized.hf import ThinKVCache
 
     model = tiny_models.model("llama", F64)

@@ -14,7 +14,7 @@ from kvtwin.conformance.judge.checkers.thinkv_paging import (
     assert_attention_right,
     attention_error,
     attention_of,
-    widened,
+    widen_logits,
 )
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.suite.thinkv.test_thinkv_paging import D
@@ -38,7 +38,7 @@ def test_bound_is_not_loose(formats, twins, device):
     result = twins.optimized.thinkv.decode_attention(case.query, case.cache(twins.optimized.thinkv))
     truth = case.cache(twins.reference.thinkv, torch.float64)
     allowed, attention = arithmetic(truth, case.dtype), attention_of(truth, case.query)
-    bound = attention_error(widened(attention, case.query, in_order(truth, torch.float64)[0], allowed), allowed)
+    bound = attention_error(widen_logits(attention, case.query, in_order(truth, torch.float64)[0], allowed), allowed)
     used = assert_within(result.output, attention.output[:, :, 0], bound[:, :, 0], what="output")
     assert used > 0.01
 

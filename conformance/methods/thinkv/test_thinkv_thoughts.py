@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.thought_cases import sparsity_cases
 from kvtwin.conformance.judge.checkers import thinkv_thoughts as judge
-from kvtwin.conformance.suite.thinkv.test_thinkv_thoughts import SIDES, aimed, few, of, spikes
+from kvtwin.conformance.suite.thinkv.test_thinkv_thoughts import SIDES, aimed, few, module_of, spikes
 
 pytestmark = [pytest.mark.kind("equivalence"), pytest.mark.main]
 
@@ -61,9 +61,9 @@ def test_sparsity_excludes_weights_at_the_threshold(twins):
 def test_classify_rounds_its_edges_to_float32(side, twins, device):
     """float32(0.7) is less than 0.7, but counts as on the edge."""
     assert torch.tensor(0.7).double().item() < 0.7
-    assert of(twins, side).classify(torch.tensor([0.7], device=device), (0.1, 0.7)).tolist() == [0]
+    assert module_of(twins, side).classify(torch.tensor([0.7], device=device), (0.1, 0.7)).tolist() == [0]
     strided = torch.tensor([[0.2, 0.9], [0.8, 0.05]], device=device).T
-    assert of(twins, side).classify(strided, (0.1, 0.7)).tolist() == [[2, 0], [0, 1]]
+    assert module_of(twins, side).classify(strided, (0.1, 0.7)).tolist() == [[2, 0], [0, 1]]
 
 
 @SIDES
@@ -74,7 +74,7 @@ def test_calibrate_says_how_many_modes_there_are(side, twins, device):
         r"traces must have at least layers = 2 layers with 3 modes in some prompt, got 1; modes by prompt: "
         r"layer 0: 3, 3; layer 1: 2, 1; layer 2: 1, 1"
     )):
-        of(twins, side).calibrate([prompt.to(device) for prompt in prompts], layers=2)
+        module_of(twins, side).calibrate([prompt.to(device) for prompt in prompts], layers=2)
 
 
 def test_calibrate_of_the_reference_asks_for_scipy(twins, device, monkeypatch):

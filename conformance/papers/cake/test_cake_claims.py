@@ -178,7 +178,7 @@ def test_common_factors_of_preferences_cancel(cake, device):
 
 
 @pytest.mark.claim("CK-5")
-def test_the_factors_reject_one_that_a_layer_has_alone(cake, device):
+def test_the_factors_reject_a_factor_of_a_single_layer(cake, device):
     expected = granted(cake, [4.2, 1.3, 7.7], 50, 40, device)
     assert granted(cake, [4.2, 4 * 1.3, 7.7], 50, 40, device) != expected
 
@@ -202,7 +202,7 @@ def budgets_of_batch(cake: Any, device: torch.device, rows: slice, whole_batch: 
 
 
 @pytest.mark.claim("CK-6")
-def test_rows_of_a_batch_have_the_budgets_that_they_have_alone(cake, device):
+def test_rows_of_a_batch_have_the_budgets_of_single_rows(cake, device):
     both = budgets_of_batch(cake, device, slice(0, 2), False)
     for row in range(2):
         assert_same(budgets_of_batch(cake, device, slice(row, row + 1), False), both[row:row + 1], what="budgets")

@@ -35,7 +35,7 @@ class Side:
     u: float
     device: torch.device
 
-    def of(self, values: Any) -> Tensor:
+    def tensor(self, values: Any) -> Tensor:
         return torch.as_tensor(values).to(self.device, self.dtype)
 
     def slack(self, window: int, largest: float, sigma: float) -> float:
@@ -72,7 +72,7 @@ def test_z_scores_are_bounded(epikv, seed, window, size):
 
 @pytest.mark.claim("EK-5a")
 def test_the_bound_is_attained_and_less_is_no_bound(epikv):
-    g = epikv.of([[0.0] * 63 + [3.0]])
+    g = epikv.tensor([[0.0] * 63 + [3.0]])
     z = float(epikv.module.rolling_zscore(g, 64)[0, -1])
     assert abs(z / math.sqrt(63) - 1) <= epikv.slack(64, 3, 3 * math.sqrt(63) / 64)
     assert not z <= 63 / 8, "7.875 is the bound if the deviation divides by n - 1"
@@ -84,7 +84,7 @@ def test_the_first_z_scores(epikv):
     """The first z-score is 0 and the second is +-1, whatever the size of the change. So the scores of the first two
     tokens carry little information."""
     for other in (1 + 2.0**-10, 2.0, 2.0**30):
-        z = epikv.module.rolling_zscore(epikv.of([[1.0, other, 5.0]]), 64)[0]
+        z = epikv.module.rolling_zscore(epikv.tensor([[1.0, other, 5.0]]), 64)[0]
         assert float(z[0]) == 0
         assert abs(abs(float(z[1])) - 1) <= epikv.slack(2, other, (other - 1) / 2) < 0.1
         assert abs(abs(float(z[2])) - 1) > 0.1, "the third z-score depends on the values"
@@ -96,7 +96,7 @@ def test_without_its_own_value_in_the_window_there_is_no_bound(epikv):
     found = [float((new - before.mean()) / before.std(correction=0)) for new in (10.0, 1e3, 1e6)]
     assert found[0] > math.sqrt(63)
     assert found[2] > 1e6
-    within = epikv.module.rolling_zscore(epikv.of([[*before.tolist(), 1e6]]), 5)[0, -1]
+    within = epikv.module.rolling_zscore(epikv.tensor([[*before.tolist(), 1e6]]), 5)[0, -1]
     assert float(within) <= 2 * (1 + epikv.slack(5, 1e6, 4e5))                           # sigma = 1e6 sqrt(4) / 5
 
 
@@ -107,14 +107,14 @@ def test_z_scores_know_neither_scale_nor_shift(epikv, seed, exponent, shift):
     """The numbers, multiplied by a power of two and shifted by an integer, are exact in float32. |z| < 4."""
     g, scale = 1 + torch.randint(1024, (1, 40), generator=torch.Generator().manual_seed(seed)) / 1024, 2.0**exponent
     z, other, squared = (
-        epikv.module.rolling_zscore(epikv.of(x), 16).cpu().double()[:, 15:] for x in (g, scale * g + shift, g.square())
+        epikv.module.rolling_zscore(epikv.tensor(x), 16).cpu()[:, 15:].double() for x in (g, scale * g + shift, g * g)
     )
     sigma = float(g.double().unfold(-1, 16, 1).std(-1, correction=0).min())
     slack = 4 * (epikv.slack(16, 2, sigma) + epikv.slack(16, 2 * scale + shift, scale * sigma))
     assert float((z - other).abs().max()) <= slack
     wide = 4 * (epikv.slack(16, 2, sigma) + epikv.slack(16, 4, sigma))                   # squares vary more
     assert float((z - squared).abs().max()) > wide, "a map that is not linear changes the score"
-    means = [epikv.module.rolling_mean(epikv.of(x), 16) for x in (g, scale * g + shift + 1)]
+    means = [epikv.module.rolling_mean(epikv.tensor(x), 16) for x in (g, scale * g + shift + 1)]
     assert not torch.equal(*means), "means do change"
 
 
@@ -129,7 +129,7 @@ def test_a_line_has_one_z_score(epikv, slope):
     """z = sqrt(3 (n - 1) / (n + 1)) for a window of n values, 1.705 for n = 64, whatever the slope. It is constant once
     the window is full. The deviation of n values on a line is slope sqrt((n^2 - 1) / 12)."""
     line = slope * torch.arange(7, 107, dtype=F64)
-    z, falling = epikv.module.rolling_zscore(epikv.of(torch.stack((line, line.flip(0)))), 64).tolist()
+    z, falling = epikv.module.rolling_zscore(epikv.tensor(torch.stack((line, line.flip(0)))), 64).tolist()
     for t in range(1, 100):
         length = min(t + 1, 64)
         sigma = math.sqrt((length**2 - 1) / 12)
@@ -145,7 +145,7 @@ def test_the_first_tokens_are_kept_whatever_they_contain(epikv):
     further apart than twice their errors."""
     first = 10
     t = torch.arange(100, dtype=F64)
-    scores = epikv.module.score(epikv.of(100 - t)[None], epikv.of(2 * t)[None])
+    scores = epikv.module.score(epikv.tensor(100 - t)[None], epikv.tensor(2 * t)[None])
     errors = [2 * epikv.slack(n, 100, math.sqrt((n**2 - 1) / 12)) * trend(n) for n in range(2, first + 2)]
     assert all(2 * (trend(n + 1) - trend(n)) > 2 * errors[n - 2] for n in range(2, first + 1))
     kept = epikv.module.select(scores, 64, prompt=0, recent=0)[0].tolist()
@@ -171,10 +171,10 @@ def test_curved_trends_remain(epikv):
     """A power law, which g may follow. Its z-score goes from -0.80 to -1.70 over 2000 tokens."""
     count = 2000 if epikv.dtype == F64 else 200                                          # the interpreter is slow
     g = (1 + torch.arange(count, dtype=F64)).pow(-1.0)[None]
-    z = epikv.module.rolling_zscore(epikv.of(g), 64)[0, 63:]
+    z = epikv.module.rolling_zscore(epikv.tensor(g), 64)[0, 63:]
     assert float(z.max() - z.min()) > 0.5
     assert float(z[-1]) < float(z[0])
-    line = epikv.module.rolling_zscore(epikv.of((count - torch.arange(count))[None]), 64)[0, 63:]
+    line = epikv.module.rolling_zscore(epikv.tensor((count - torch.arange(count))[None]), 64)[0, 63:]
     assert float(line.max() - line.min()) <= 2 * trend(64) * epikv.slack(64, count, math.sqrt((64**2 - 1) / 12)) < 0.1
 
 
@@ -185,7 +185,7 @@ def test_raw_scores_track_position(epikv):
     t = torch.arange(300 if epikv.dtype == F64 else 100, dtype=F64)
     kept = []
     for trend_of in (1, 0):
-        bands = (epikv.of(x)[None] for x in (50 - trend_of * t / 8, 10 + trend_of * t / 4))
+        bands = (epikv.tensor(x)[None] for x in (50 - trend_of * t / 8, 10 + trend_of * t / 4))
         scores = epikv.module.score(*bands, policy="hs_variance")
         kept.append(epikv.module.select(scores, 32, prompt=0, recent=0)[0].tolist())
     assert kept[0] == list(range(32))
@@ -211,7 +211,7 @@ def test_scores_do_not_depend_on_the_future(seed, cut):
 def test_later_scores_decide_whether_a_token_is_kept(epikv):
     """With a budget of 1, the score of the second token decides whether the first token is kept."""
     fates = [
-        epikv.module.select(epikv.of([later]), 1, prompt=0, recent=0).tolist() for later in ([1.0, 0.0], [1.0, 2.0])
+        epikv.module.select(epikv.tensor([later]), 1, prompt=0, recent=0).tolist() for later in ([1.0, 0.0], [1.0, 2.0])
     ]
     assert fates == [[[0]], [[1]]]
 
@@ -219,7 +219,7 @@ def test_later_scores_decide_whether_a_token_is_kept(epikv):
 @pytest.mark.claim("EK-7c")
 def test_eviction_order_is_fixed_by_the_scores(epikv):
     """The order in which tokens are evicted is fixed as soon as their scores are known."""
-    scores = epikv.of([[3.0, 1.0, 2.0, 5.0, 4.0]])
+    scores = epikv.tensor([[3.0, 1.0, 2.0, 5.0, 4.0]])
     kept = [epikv.module.select(scores[:, :end], 2, prompt=0, recent=0)[0].tolist() for end in range(3, 6)]
     left = [set(range(end)) - set(stays) for end, stays in enumerate(kept, start=3)]
     assert left == [{1}, {1, 2}, {0, 1, 2}]
@@ -230,7 +230,7 @@ def test_eviction_order_is_fixed_by_the_scores(epikv):
 def test_recomputed_scores_differ(epikv):
     """Section 3.3 freezes scores. In section 4.4, KV policies recompute them over the whole cache at each step. The
     rolling mean over the tokens in the cache differs from the one over all tokens seen."""
-    variance = epikv.of([[1.0, 9.0, 1.0, 5.0, 2.0]])
+    variance = epikv.tensor([[1.0, 9.0, 1.0, 5.0, 2.0]])
     frozen = epikv.module.rolling_mean(variance, 3)
     held = [0, 1, 3, 4]                                                                  # token 2 was evicted
     recomputed = epikv.module.rolling_mean(variance[:, held], 3)
@@ -317,7 +317,7 @@ def test_two_passes_and_a_threshold_give_0(value, window):
 def two_chunks(seed: int, epikv: Side) -> tuple[Tensor, Tensor]:
     """Keys and values that are multiples of 2^-10, so that shifts by such multiples are exact in float32."""
     both = torch.randint(-3072, 3072, (2, 1, 2, 8, 16), generator=torch.Generator().manual_seed(seed)) / 1024
-    return epikv.of(both[0]), epikv.of(both[1])
+    return epikv.tensor(both[0]), epikv.tensor(both[1])
 
 
 def lag_slack(epikv: Side, *chunks: Tensor) -> float:
@@ -340,8 +340,8 @@ def lagging_apart(seed: int, epikv: Side) -> tuple[Tensor, Tensor]:
 def test_scale_and_shift_of_all_chunks_are_removed(epikv, seed):
     """A factor and a shift per channel, the same in both chunks. Factors are powers of two."""
     lag, (key, value) = epikv.module.lag_kv, lagging_apart(seed, epikv)
-    factor = epikv.of(torch.exp2(torch.arange(16).remainder(5) - 2.0))
-    shift = epikv.of(torch.arange(-8, 8) / 4)
+    factor = epikv.tensor(torch.exp2(torch.arange(16).remainder(5) - 2.0))
+    shift = epikv.tensor(torch.arange(-8, 8) / 4)
     one, other = lag(key, value, chunk=4), lag(factor * key + shift, factor * value - shift, chunk=4)
     assert bool(((one - other)[:, 4:].abs() <= lag_slack(epikv, key, value)).all())
     assert torch.equal(lag(factor * key, factor * value, chunk=4), one)

@@ -129,7 +129,7 @@ def test_gsm8k_cells_need_two_different_sizes():
 
 
 @pytest.mark.claim("LF-18b")
-def test_vanilla_differs_between_budgets_that_it_does_not_have():
+def test_vanilla_rows_of_two_budgets_differ_although_vanilla_has_no_budget():
     first, second = (ROWS["R1", budget, "Vanilla"] for budget in (2400, 3200))
     assert {name for name in DATASETS if first[name] != second[name]} == {"GSM8K"}
     assert counts_that_print(first["GSM8K"], 1319) == [1022] and counts_that_print(second["GSM8K"], 1318) == [1021]

@@ -15,33 +15,15 @@ import torch
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.trace import follow as follow_trace
+from kvtwin.conformance.suite import golden_cases
 from kvtwin.fixtures import block_traces, record_cake
-from kvtwin.fixtures.load import load_trace
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
 #: Of each fixture.
 CASES = {"traces": ("small", "large", "capped"), "known": ("small", "large")}
-of_each_case = pytest.mark.parametrize(
-    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
-)
+traces, known, of_each_case, test_every_recorded_case_is_replayed = golden_cases.of_method("cake", CASES)
 NAMES = ("query", "key", "value")
-
-
-@pytest.fixture(scope="module")
-def traces() -> Any:
-    return load_trace("capture"), load_trace("cake")
-
-
-@pytest.fixture(scope="module")
-def known() -> Any:
-    """The traces of a public model."""
-    return load_trace("known_capture"), load_trace("known_cake")
-
-
-def test_every_recorded_case_is_replayed(traces, known):
-    for which, one in (("traces", traces), ("known", known)):
-        assert set(one[1].metadata["cases"]) == set(CASES[which])
 
 
 @of_each_case

@@ -361,7 +361,7 @@ def test_a_scorer_alone_notices_an_interrupted_prompt(twins, device, monkeypatch
         scorer.step(key=key[:, :, 0], value=key[:, :, 0])
 
 
-def test_layers_that_share_a_scorer_are_layers_alone(side, device):
+def test_layers_that_share_a_scorer_decide_like_separate_layers(side, device):
     """Two layers with the same hidden states, each with its own scorer or both with a shared one."""
     config = EpiKVConfig(5, window=3, hidden_size=16)
     sizes = {"batch": 2, "hidden_size": 16, "key_value_heads": 1, "head_dim": 16, "dtype": torch.float32}

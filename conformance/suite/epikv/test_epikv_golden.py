@@ -16,8 +16,8 @@ from kvtwin.conformance.judge.checkers.epikv import Adapter
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.conformance.judge.trace import follow as follow_trace
+from kvtwin.conformance.suite import golden_cases
 from kvtwin.fixtures import block_traces, record_epikv
-from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record_epikv import PROMPT, positions
 from kvtwin.reference.contract.epikv.config import EpiKVConfig
 
@@ -28,27 +28,9 @@ CASES = {
     "traces": ("3.attn_x_hs", "3.epikv", "3.hs_variance", "6.kv_key", "6.lag_kv", "6.segment_entropy", "6.segment_hs"),
     "known": ("18.attn_x_hs", "18.epikv", "27.lag_kv"),
 }
-of_each_case = pytest.mark.parametrize(
-    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
-)
+traces, known, of_each_case, test_every_recorded_case_is_replayed = golden_cases.of_method("epikv", CASES)
 FEW = 12                                                                # steps of a case on the CPU
 HYBRIDS = ("3.attn_x_hs", "6.segment_entropy", "6.segment_hs")
-
-
-@pytest.fixture(scope="module")
-def traces() -> Any:
-    return load_trace("capture"), load_trace("epikv")
-
-
-@pytest.fixture(scope="module")
-def known() -> Any:
-    """The traces of a public model."""
-    return load_trace("known_capture"), load_trace("known_epikv")
-
-
-def test_every_recorded_case_is_replayed(traces, known):
-    for which, one in (("traces", traces), ("known", known)):
-        assert tuple(sorted(one[1].metadata["cases"])) == CASES[which]
 
 
 @of_each_case

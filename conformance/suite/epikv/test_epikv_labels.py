@@ -14,7 +14,7 @@ from kvtwin.fixtures.load import load_model, load_trace
 pytestmark = pytest.mark.kind("golden")
 
 
-def test_a_token_is_important_if_any_window_over_it_is():
+def test_a_token_is_important_if_any_window_that_contains_it_is():
     assert labels.starts(80, 32, 16) == [0, 16, 32, 48]
     found = labels.labels_of([False, True, False, False], 87, 32, 16)
     assert found[:16].tolist() == [0] * 16

@@ -29,7 +29,7 @@ def keys(fp8: str, device: torch.device, **more: Any) -> KeyCase:
     return KeyCase(**{**sizes, "dtype": FORMATS[fp8], "device": str(device), "seed": 1, **more})
 
 
-def of(twins: Any, side: str, device: torch.device) -> Any:
+def module_of(twins: Any, side: str, device: torch.device) -> Any:
     """KeyDiff of one side. NotProvided if another implementation takes no FP8 keys."""
     one = getattr(twins, side)
     if isinstance(one, Facade):
@@ -66,7 +66,7 @@ def assert_right(module: Any, case: KeyCase) -> None:
 @each_format
 @pytest.mark.parametrize("anchor", ANCHORS)
 def test_keydiff_over_fp8_with_every_anchor(side, fp8, anchor, twins, device):
-    assert_right(of(twins, side, device), keys(fp8, device, anchor=anchor, recent=2, protect="random"))
+    assert_right(module_of(twins, side, device), keys(fp8, device, anchor=anchor, recent=2, protect="random"))
 
 
 @pytest.mark.property("accuracy")
@@ -79,7 +79,7 @@ def test_keydiff_reads_every_code_of_keys(side, fp8, twins, device):
     key = torch.zeros(1, 1, len(codes), 16, device=device).to(FORMATS[fp8])
     key[..., 3] = torch.ones((), device=device).to(FORMATS[fp8])
     bits(key)[0, 0, :, 0] = codes
-    module, case = of(twins, side, device), KeyCase.of(key, budget=100)
+    module, case = module_of(twins, side, device), KeyCase.of(key, budget=100)
     assert_right(module, case)
     judge.assert_pairwise_right(module.pairwise_score(**case.pairwise_inputs), case)
 
@@ -93,7 +93,7 @@ def test_kept_keys_and_values_have_the_same_codes(side, fp8, twins, device):
     case = keys(fp8, device, budget=20)
     value = torch.arange(256, device=device).to(torch.uint8).repeat(48 * case.head_dim * 2 // 256 + 1)
     value = value[:case.key.numel()].view(case.key.shape).view(FORMATS[fp8])
-    result = of(twins, side, device).evict(**case.inputs | {"value": value})
+    result = module_of(twins, side, device).evict(**case.inputs | {"value": value})
     assert result.key.dtype == result.value.dtype == FORMATS[fp8]
     index = result.kept.clamp_min(0)[..., None].expand(-1, -1, -1, case.head_dim)
     for name, tensor, source in (("key", result.key, case.key), ("value", result.value, value)):
@@ -109,7 +109,7 @@ def test_kept_keys_and_values_have_the_same_codes(side, fp8, twins, device):
 def test_equal_keys_of_fp8_are_evicted_from_the_lowest(side, fp8, twins, device):
     for content, occupancy in (("equal_keys", "random"), ("duplicates", "none"), ("zero_keys", "random")):
         case = keys(fp8, device, content=content, occupancy=occupancy, batch=1)
-        judge.assert_evict_right(of(twins, side, device).evict(**case.inputs), case)
+        judge.assert_evict_right(module_of(twins, side, device).evict(**case.inputs), case)
 
 
 # Wrong arguments -----------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_equal_keys_of_fp8_are_evicted_from_the_lowest(side, fp8, twins, device)
 @pytest.mark.parametrize("similarity", ["dot", "euclidean"])
 def test_similarities_that_depend_on_the_scale_are_refused(side, similarity, twins, device):
     case = keys("e4m3", device, similarity=similarity)
-    module = of(twins, side, device)
+    module = module_of(twins, side, device)
     says = f"similarity must be 'cosine' for keys of torch.float8_e4m3fn, whose scale others .*, got '{similarity}'"
     for call, inputs in ((module.score, case.score_inputs), (module.evict, case.inputs)):
         with pytest.raises(ValueError, match=says):
@@ -131,7 +131,7 @@ def test_similarities_that_depend_on_the_scale_are_refused(side, similarity, twi
 @each_side
 def test_keydiff_refuses_wrong_fp8(side, twins, device):
     """The fnuz types, FP8 keys or values alone or of different types, and a scale, which no function takes."""
-    case, module = keys("e4m3", device), of(twins, side, device)
+    case, module = keys("e4m3", device), module_of(twins, side, device)
     inputs = case.inputs
     for fnuz in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
         wrong = {name: inputs[name].view(fnuz) for name in ("key", "value")}

@@ -48,7 +48,7 @@ def good(function: str, device: torch.device, *, per_head: bool = False) -> dict
     return arguments
 
 
-def of(twins, side: str) -> Any:
+def module_of(twins, side: str) -> Any:
     return getattr(twins, side).keydiff
 
 
@@ -93,12 +93,12 @@ CASES = [
 def test_a_wrong_tensor(function, name, spoil, error, says, side, twins, device):
     arguments = good(function, device)
     arguments[name] = spoil(arguments[name])
-    refused(getattr(of(twins, side), function), error, rf"\b{name}\b", "must", "got", says, **arguments)
+    refused(getattr(module_of(twins, side), function), error, rf"\b{name}\b", "must", "got", says, **arguments)
 
 
 @pytest.mark.parametrize("function", TENSORS)
 def test_masks_may_be_per_head_or_missing(function, side, twins, device):
-    call = getattr(of(twins, side), function)
+    call = getattr(module_of(twins, side), function)
     for arguments in (good(function, device, per_head=True), good(function, device)):
         call(**arguments)
         call(**{name: value for name, value in arguments.items() if name not in MASKS})
@@ -146,7 +146,7 @@ NUMBER_CASES = [
 
 @pytest.mark.parametrize(("subject", "option", "value", "error", "says"), NUMBER_CASES)
 def test_a_wrong_number_or_word(subject, option, value, error, says, side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     if subject == "KeyDiffConfig":
         arguments: dict[str, Any] = {"budget": 4}
     elif subject == "KeyDiffState":
@@ -160,7 +160,7 @@ def test_a_wrong_number_or_word(subject, option, value, error, says, side, twins
 
 
 def test_a_config_cannot_be_changed(side, twins):
-    config = of(twins, side).KeyDiffConfig(4, recent=4)
+    config = module_of(twins, side).KeyDiffConfig(4, recent=4)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.budget = 0
     refused(lambda **new: dataclasses.replace(config, **new), ValueError, "recent must be at most budget = 3", budget=3)
@@ -171,7 +171,7 @@ def test_a_config_cannot_be_changed(side, twins):
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_protected_and_recent_tokens_must_leave_room(per_head, side, twins, device):
-    evict = of(twins, side).evict
+    evict = module_of(twins, side).evict
     arguments = good("evict", device, per_head=per_head)
     protected, occupied = arguments["protected"], arguments["occupied"]
     protected[...] = False
@@ -205,7 +205,7 @@ def accepted(function: Any, **arguments: Any) -> None:
 def test_inputs_that_require_grad_and_sizes_beyond_the_kernels(side, twins, device):
     if side == "reference":
         return
-    module = of(twins, side)
+    module = module_of(twins, side)
     for function, names in TENSORS.items():
         for name in names:
             if name in MASKS:
@@ -266,7 +266,7 @@ STATE_CASES = {
 @pytest.mark.parametrize("method", ["append_block", "step"])
 @pytest.mark.parametrize("wrong", STATE_CASES)
 def test_a_wrong_token_leaves_the_state_as_it_is(method, wrong, side, twins, device):
-    state = state_of(of(twins, side), device)
+    state = state_of(module_of(twins, side), device)
     spoil, error, says = STATE_CASES[wrong]
     right = block(device, 5) if method == "append_block" else [part[:, :, 0] for part in block(device, 5)]
     before = contents(state)
@@ -278,7 +278,7 @@ def test_a_wrong_token_leaves_the_state_as_it_is(method, wrong, side, twins, dev
 
 
 def test_a_state_refuses_what_does_not_fit_it(side, twins, device):
-    state = state_of(of(twins, side), device)
+    state = state_of(module_of(twins, side), device)
     before = contents(state)
     query, key, value = block(device, 5)
     mask = torch.ones(B, HKV, 5, dtype=torch.bool, device=device)

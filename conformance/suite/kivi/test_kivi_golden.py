@@ -18,13 +18,13 @@ CASES = {"kivi": ("3.22", "6.44", "3.24", "6.42"), "known_kivi": ("18.22", "27.2
 
 @pytest.fixture(scope="module")
 def golden() -> Golden:
-    return Golden.of(RECORDER)
+    return Golden.load(RECORDER)
 
 
 @pytest.fixture(scope="module")
 def known() -> Golden:
     """The trace of a public model, whose keys have outlier channels."""
-    return Golden.of(KNOWN)
+    return Golden.load(KNOWN)
 
 
 def test_every_recorded_case_is_replayed(golden, known):

@@ -1,7 +1,7 @@
 """LongFlow under test against the golden trace: the float64 decisions on a trained model's queries, keys and values.
 
 The CPU replays the first steps, the GPU all of them. The state under test runs in lockstep with the reference. Its
-choices and outputs must agree with the trace up to the first adjudicated tie. After it, only lockstep judges. Wrong
+choices must agree with the trace up to the first adjudicated tie. After it, only lockstep judges. Wrong
 choices are counted to the end of the trace.
 """
 
@@ -14,22 +14,14 @@ from kvtwin.conformance.cases.draws import golden_steps
 from kvtwin.conformance.judge import lockstep
 from kvtwin.conformance.judge.compare import assert_same
 from kvtwin.conformance.judge.trace import follow
-from kvtwin.fixtures.load import load_trace
+from kvtwin.conformance.suite import golden_cases
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
 CASES, KNOWN = ("3.64", "3.128", "6.64", "6.128"), ("18.64", "1.64", "27.64")  # layer.budget, of a public model too
-
-
-@pytest.fixture(scope="module")
-def traces():
-    return load_trace("capture"), load_trace("longflow")
-
-
-@pytest.fixture(scope="module")
-def known():
-    """The traces of a public model."""
-    return load_trace("known_capture"), load_trace("known_longflow")
+traces, known, _, test_every_recorded_case_is_replayed = golden_cases.of_method(
+    "longflow", {"traces": CASES, "known": KNOWN}
+)
 
 
 def inputs(case, traces, device, dtype):
@@ -42,11 +34,6 @@ def inputs(case, traces, device, dtype):
         "batch": 1, "query_heads": query.shape[1], "key_value_heads": key.shape[1], "head_dim": key.shape[3],
         "dtype": dtype, "device": device,
     }
-
-
-def test_every_recorded_case_is_replayed(traces, known):
-    assert set(traces[1].metadata["cases"]) == set(CASES)
-    assert set(known[1].metadata["cases"]) == set(KNOWN)
 
 
 @pytest.mark.parametrize("case", CASES)

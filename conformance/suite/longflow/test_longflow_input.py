@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.cases.bad_input import HKV, MASKS, SUBJECTS, B, Call, S, converted, good, moved
+from kvtwin.conformance.cases.bad_input import HKV, MASKS, SUBJECTS, B, Call, S, convert_to, good, moved
 from kvtwin.conformance.harness.impl import Twins
 
 pytestmark = [pytest.mark.kind("bad_input"), pytest.mark.main]
@@ -118,8 +118,8 @@ def cut(*names: str, at: int, to: int) -> Callable[[dict[str, Any]], None]:
         ("prefill", cut("query", "key", "value", at=3, to=8), ValueError, "must .*D = 16, got .*D = 8"),
         ("prefill", cut("key", "value", at=1, to=1), ValueError, "must .*Hkv = 2, .*got .*Hkv = 1, "),
         ("prefill", cut("query", at=1, to=2), ValueError, "must .*Hq = 4, .*got .*Hq = 2, "),
-        ("prefill", converted(torch.float16), TypeError, "key must .*state's dtype torch.float32, got torch.float16"),
-        ("step", converted(torch.bfloat16), TypeError, "query must .*state's dtype torch.float32, got torch.bfloat16"),
+        ("prefill", convert_to(torch.float16), TypeError, "key must .*state's dtype torch.float32, got torch.float16"),
+        ("step", convert_to(torch.bfloat16), TypeError, "query must .*state's dtype torch.float32, got torch.bfloat16"),
         ("prefill", moved, ValueError, "key must be on the state's device .*, got meta"),
         ("step", moved, ValueError, "query must be on the state's device .*, got meta"),
     ],

@@ -18,13 +18,13 @@ CASES = {"pm_kvq": ("3.2", "6.8", "6.2", "3.8"), "known_pm_kvq": ("18.2", "27.2"
 
 @pytest.fixture(scope="module")
 def golden() -> Golden:
-    return Golden.of(RECORDER)
+    return Golden.load(RECORDER)
 
 
 @pytest.fixture(scope="module")
 def known() -> Golden:
     """The trace of a public model, whose keys have outlier channels."""
-    return Golden.of(KNOWN)
+    return Golden.load(KNOWN)
 
 
 def test_every_recorded_case_is_replayed(golden, known):

@@ -15,28 +15,15 @@ from kvtwin.conformance.judge.checkers.quest import Adapter
 from kvtwin.conformance.judge.compare import assert_same, assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.conformance.judge.trace import follow as follow_trace
+from kvtwin.conformance.suite import golden_cases
 from kvtwin.fixtures import block_traces, record_quest
-from kvtwin.fixtures.load import load_trace
 from kvtwin.reference.baselines.quest import QuestConfig
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
 #: layer.budget of each fixture. The first two, and the first one of the public model, have one KV head.
 CASES = {"traces": ("3.16", "6.20", "3.64", "6.48"), "known": ("18.16", "27.64")}
-of_each_case = pytest.mark.parametrize(
-    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
-)
-
-
-@pytest.fixture(scope="module")
-def traces() -> Any:
-    return load_trace("capture"), load_trace("quest")
-
-
-@pytest.fixture(scope="module")
-def known() -> Any:
-    """The traces of a public model."""
-    return load_trace("known_capture"), load_trace("known_quest")
+traces, known, of_each_case, test_every_recorded_case_is_replayed = golden_cases.of_method("quest", CASES)
 
 
 def started(module: Any, case: str, traces: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -44,11 +31,6 @@ def started(module: Any, case: str, traces: Any, device: torch.device, dtype: to
     about = traces[1].metadata["cases"][case]
     tensors = record_quest.inputs(traces[0], about, dtype, device)
     return module.QuestState(QuestConfig(**about["config"]), **block_traces.sizes(tensors)), tensors
-
-
-def test_every_recorded_case_is_replayed(traces, known):
-    for which, one in (("traces", traces), ("known", known)):
-        assert set(one[1].metadata["cases"]) == set(CASES[which])
 
 
 @of_each_case

@@ -136,7 +136,7 @@ class Late(Transfers):
         self.wait()
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until all launched work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -194,7 +194,7 @@ def test_eq_6_as_printed_may_choose_static_tokens_again(side, twins, device):
 
 @pytest.mark.property("state")
 @SIDES
-def test_a_stride_of_one_leaves_the_own_token_alone(side, twins, device):
+def test_with_a_stride_of_one_only_the_own_token_is_recent(side, twins, device):
     shown = Shown(getattr(twins, side).synckv, device, k=1, stride=1, rho=0.0)
     shown.prefill(2, [1])
     assert shown.step([0]) == [1, 2]

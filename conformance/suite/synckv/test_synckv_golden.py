@@ -16,28 +16,15 @@ from kvtwin.conformance.judge.checkers.synckv_state import Adapter
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.conformance.judge.trace import follow as follow_trace
+from kvtwin.conformance.suite import golden_cases
 from kvtwin.fixtures import block_traces, record_synckv
-from kvtwin.fixtures.load import load_trace
 from kvtwin.reference.synckv import SyncKVConfig
 
 pytestmark = [pytest.mark.kind("golden"), pytest.mark.main]
 
 #: layer.k of each fixture.
 CASES = {"traces": ("3.8", "3.32", "6.24"), "known": ("18.8", "27.32")}
-of_each_case = pytest.mark.parametrize(
-    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
-)
-
-
-@pytest.fixture(scope="module")
-def traces() -> Any:
-    return load_trace("capture"), load_trace("synckv")
-
-
-@pytest.fixture(scope="module")
-def known() -> Any:
-    """The traces of a public model."""
-    return load_trace("known_capture"), load_trace("known_synckv")
+traces, known, of_each_case, test_every_recorded_case_is_replayed = golden_cases.of_method("synckv", CASES)
 
 
 def started(module: Any, case: str, traces: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -46,11 +33,6 @@ def started(module: Any, case: str, traces: Any, device: torch.device, dtype: to
     tensors = record_synckv.inputs(traces[0], about, dtype, device)
     clusters = record_synckv.clusters_of(about)
     return module.SyncKVState(SyncKVConfig(**about["config"]), clusters, **block_traces.sizes(tensors)), tensors
-
-
-def test_every_recorded_case_is_replayed(traces, known):
-    for which, one in (("traces", traces), ("known", known)):
-        assert set(one[1].metadata["cases"]) == set(CASES[which])
 
 
 @of_each_case

@@ -23,7 +23,7 @@ few = settings(max_examples=max(at_least(3), settings().max_examples // 7))
 UNIT = 2.0**-53
 
 
-def of(twins, side):
+def module_of(twins, side):
     return getattr(twins, side).synckv
 
 
@@ -46,7 +46,7 @@ def test_overlap_of_every_two_small_sets(side, twins, device):
     pairs = list(product(SUBSETS, SUBSETS))
     first = torch.tensor([padded(one, 4) for one, _ in pairs], device=device)
     second = torch.tensor([padded(other, 3, front=True) for _, other in pairs], device=device)
-    found = of(twins, side).overlap(first, second)
+    found = module_of(twins, side).overlap(first, second)
     assert found.dtype == torch.float64
     assert found.tolist() == [len(one & other) / min(len(one), len(other)) for one, other in pairs]
 
@@ -62,7 +62,7 @@ def test_overlap_of_large_sets(sizes, seed, twins, device):
     expected = len(set(first.tolist()) & set(second.tolist())) / min(sizes)
     for side in ("reference", "optimized"):
         spread = first.repeat_interleave(2).to(device)[::2]
-        assert of(twins, side).overlap(spread, second.to(device)).item() == expected
+        assert module_of(twins, side).overlap(spread, second.to(device)).item() == expected
 
 
 # Similarity ----------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_similarity_is_the_mean_overlap(steps, heads, tokens, k, masked, levels,
         attention = attention.masked_fill(~occupied[:, None], torch.nan)
     exact = exact_similarity(attention, k, occupied)
     for side in ("reference", "optimized"):
-        found = of(twins, side).head_similarity(
+        found = module_of(twins, side).head_similarity(
             attention.to(device), k, occupied=occupied.to(device) if masked else None
         )
         assert_similar(found, exact, steps)
@@ -127,7 +127,7 @@ def test_similarity_of_given_weights(side, twins, device):
         [[0.3, 0.3, 0.3, 0.1], [0.2, 0.4, 0.1, 0.1], [nan, -inf, nan, 3.0]],
     ], device=device)
     spread = attention.repeat_interleave(2, -1)[..., ::2].transpose(0, 1).contiguous().transpose(0, 1)
-    found = of(twins, side).head_similarity(spread, 2)
+    found = module_of(twins, side).head_similarity(spread, 2)
     assert found.tolist() == [[1.0, 0.75, 0.5], [0.75, 1.0, 0.25], [0.5, 0.25, 1.0]]
 
 
@@ -182,7 +182,7 @@ def test_clusters_are_those_of_exact_arithmetic(side, heads, twins, device):
     for clusters in range(1, min(heads, 4) + 1):
         for seed in range(3):
             similarity = symmetric(heads, seed)
-            found = of(twins, side).cluster_heads(similarity.to(device), clusters)
+            found = module_of(twins, side).cluster_heads(similarity.to(device), clusters)
             assert (found.labels, found.representatives) == exact_clusters(similarity, clusters), (clusters, seed)
 
 
@@ -199,7 +199,7 @@ def test_clusters_of_every_two_blocks(side, twins, device):
             if group[one] == group[other]:
                 similarity[one, other] = 0.875 if {one, other} & set(leads) else 0.75
         similarity.fill_diagonal_(1)
-        found = of(twins, side).cluster_heads(similarity.to(device), 2)
+        found = module_of(twins, side).cluster_heads(similarity.to(device), 2)
         assert found.labels == tuple(group)
         assert found.labels[found.representatives[1]] == 1
         # In a group of two, both heads are equally near, so the lower index is expected.
@@ -214,7 +214,7 @@ def test_clusters_of_every_two_blocks(side, twins, device):
 @pytest.mark.parametrize("clusters", [1, 2, 3, 4])
 def test_heads_that_are_all_alike_still_make_clusters(side, clusters, twins, device):
     """No cluster is empty. Everything ties, and ties go to the lowest index."""
-    found = of(twins, side).cluster_heads(torch.ones(4, 4, device=device), clusters)
+    found = module_of(twins, side).cluster_heads(torch.ones(4, 4, device=device), clusters)
     labels, representatives = exact_clusters(torch.ones(4, 4), clusters)
     assert (found.labels, found.representatives) == (labels, representatives)
     assert sorted(set(found.labels)) == list(range(clusters))

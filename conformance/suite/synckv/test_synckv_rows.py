@@ -36,7 +36,7 @@ def tokens(seed: int, device: torch.device, sizes: dict[str, int], *time: int) -
         name: torch.randn(sizes["batch"], count, *time, sizes["head_dim"], generator=generator).to(device)
         for name, count in heads.items()
     }
-    return [layouts.lay_out(tensor, layouts.of(layouts.MIXED, name)) for name, tensor in made.items()]
+    return [layouts.lay_out(tensor, layouts.layout_of(layouts.MIXED, name)) for name, tensor in made.items()]
 
 
 def lockstep(twins: Any, device: torch.device, clusters: HeadClusters, sizes: dict[str, int], **options: Any) -> Any:

@@ -23,7 +23,7 @@ some = settings(max_examples=max(at_least(4), settings().max_examples // 3))
 few = settings(max_examples=max(2, settings().max_examples // 8))
 
 
-def of(twins, side):
+def module_of(twins, side):
     return getattr(twins, side).synckv
 
 
@@ -43,8 +43,8 @@ def aimed(logits, device, *, group: int = 1):
 
 def initial(twins, side, *, k: int, rho: float = 0.5, **inputs):
     """`initial_sets` with the budget split by `split_budget`."""
-    return of(twins, side).initial_sets(**inputs, **dict(zip(
-        ("k_static", "k_dynamic"), of(twins, side).split_budget(k, rho), strict=True
+    return module_of(twins, side).initial_sets(**inputs, **dict(zip(
+        ("k_static", "k_dynamic"), module_of(twins, side).split_budget(k, rho), strict=True
     )))
 
 
@@ -121,7 +121,7 @@ def test_every_order_of_three_tokens(side, twins, device):
     inputs = aimed([[-float(rank.index(token)) for token in range(3)] for rank in ranks], device)
     found = initial(twins, side, **inputs, k=2, rho=0.5)
     assert sets(found) == [[[rank[0]] for rank in ranks], [[rank[1]] for rank in ranks]]
-    again = of(twins, side).anticipate(**inputs, static=found.static, k_dynamic=3)
+    again = module_of(twins, side).anticipate(**inputs, static=found.static, k_dynamic=3)
     assert again[:, 0].tolist() == [[*sorted(rank[1:]), -1] for rank in ranks]
 
 
@@ -132,7 +132,7 @@ def test_equal_tokens_go_by_the_lowest_index(side, twins, device):
     inputs = aimed([[1.0] * 70], device)
     found = initial(twins, side, **inputs, k=41, rho=0.9)
     assert sets(found) == [[list(range(37))], [list(range(37, 41))]]
-    chosen = of(twins, side).anticipate(**inputs, static=found.dynamic, k_dynamic=39)
+    chosen = module_of(twins, side).anticipate(**inputs, static=found.dynamic, k_dynamic=39)
     assert chosen[0, 0].tolist() == [*range(37), 41, 42]
 
 
@@ -147,7 +147,7 @@ def test_sets_end_with_minus_one_where_tokens_are_few(side, twins, device):
     assert sets(found) == [
         [[-1, -1], [1, -1], [0, 2]], [[-1] * 5, [-1] * 5, [3, -1, -1, -1, -1]]
     ]
-    assert of(twins, side).anticipate(**inputs, static=found.static, k_dynamic=2)[:, 0].tolist() == [
+    assert module_of(twins, side).anticipate(**inputs, static=found.static, k_dynamic=2)[:, 0].tolist() == [
         [-1, -1], [-1, -1], [3, -1]
     ]
 
@@ -159,7 +159,7 @@ def test_one_of_the_sets_may_be_empty(side, rho, static, dynamic, twins, device)
     inputs = aimed([[3.0, 1.0, 4.0]], device)
     found = initial(twins, side, **inputs, k=2, rho=rho)
     assert sets(found) == [[static], [dynamic]]
-    assert of(twins, side).anticipate(**inputs, static=found.static, k_dynamic=0).shape == (1, 1, 0)
+    assert module_of(twins, side).anticipate(**inputs, static=found.static, k_dynamic=0).shape == (1, 1, 0)
 
 
 @pytest.mark.property("decisions")
@@ -192,7 +192,7 @@ def test_weights_that_vanish_are_still_ranked(side, twins, device):
 def test_eq_6_as_printed_chooses_static_tokens_again(side, twins, device):
     inputs = aimed([[5.0, 4.0, 3.0, 2.0]], device)
     static = torch.tensor([[[0, 1]]], device=device)
-    call = of(twins, side).anticipate
+    call = module_of(twins, side).anticipate
     assert call(**inputs, static=static, k_dynamic=2, exclude_static=False).tolist() == [[[0, 1]]]
     assert call(**inputs, static=static, k_dynamic=2).tolist() == [[[2, 3]]]
 
@@ -229,7 +229,7 @@ def test_the_first_set_is_the_split_of_the_k_best(side, twins, device):
 @SIDES
 def test_budgets_are_exact(side, twins):
     """For every rho of two decimals, against integers: ceil(hundredths k / 100), and the rest."""
-    split = of(twins, side).split_budget
+    split = module_of(twins, side).split_budget
     for hundredths in range(101):
         for k in (*range(1, 24), 100, 999, 131072):
             static = -(-hundredths * k // 100)
@@ -243,4 +243,4 @@ def test_budgets_are_exact(side, twins):
     (3, 1 / 3, 1), (3, 2 / 3, 2), (10**17, 0.1 + 0.2, 30000000000000004),
 ])
 def test_a_ratio_is_the_decimal_number_that_it_prints_as(side, k, rho, static, twins):
-    assert of(twins, side).split_budget(k, rho) == (static, k - static)
+    assert module_of(twins, side).split_budget(k, rho) == (static, k - static)

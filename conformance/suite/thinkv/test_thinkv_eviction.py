@@ -30,7 +30,7 @@ PAPER = (64, 32, 16, 8, 4)
 SCHEDULES = (PAPER, (3, 2, 1), (5,), (8, 8, 2), (5, 2, 0), (0,))
 
 
-def of(twins, side):
+def module_of(twins, side):
     return getattr(twins, side).thinkv
 
 
@@ -105,7 +105,7 @@ def segment_rows(draw: st.DrawFn) -> tuple[list[tuple], int, tuple[int, ...]]:
 @some
 def test_anneal_is_definition_3(side, case, twins, device):
     rows, budget, retention = case
-    assert_annealed(of(twins, side), device, rows, budget, retention, what="drawn")
+    assert_annealed(module_of(twins, side), device, rows, budget, retention, what="drawn")
 
 
 @pytest.mark.property("decisions")
@@ -121,7 +121,7 @@ def test_anneal_of_every_small_cache(side, budget, twins, device):
         for level in (0, 1) for current in (2, 3) for change in (False, True)
     ]
     step = 199 if side == "optimized" and device.type == "cpu" else 1 if budget == 3 else 5
-    assert_annealed(of(twins, side), device, every[budget % step::step], budget, (3, 2, 1), what="small")
+    assert_annealed(module_of(twins, side), device, every[budget % step::step], budget, (3, 2, 1), what="small")
 
 
 @pytest.mark.property("decisions")
@@ -129,7 +129,7 @@ def test_anneal_of_every_small_cache(side, budget, twins, device):
 def test_anneal_by_hand(side, twins, device):
     """R, E, T, then the current segment. The change shrinks all three. Then T shrinks to its minimum, and E as far as
     necessary."""
-    found = of(twins, side).anneal(
+    found = module_of(twins, side).anneal(
         *(torch.tensor([row], device=device) for row in ([128, 128, 100, 20], [0, 0, 0, 0], [2, 1, 0, 2])),
         torch.tensor([3], device=device), torch.tensor([True], device=device),
         live=torch.tensor([380], device=device), budget=100, retention=PAPER,
@@ -145,7 +145,7 @@ def test_anneal_by_hand(side, twins, device):
 @SIDES
 def test_anneal_of_sizes_beyond_32_bits(side, size, most, kept, level, twins, device):
     """A change of thoughts shrinks the first of two segments to `most`. If the budget is still exceeded, it goes on."""
-    found = of(twins, side).anneal(
+    found = module_of(twins, side).anneal(
         *(torch.tensor([row], device=device) for row in ([size, 8], [0, 0], [2, 2])),
         torch.tensor([1], device=device), torch.tensor([True], device=device),
         live=torch.tensor([size + 8], device=device), budget=size, retention=(most, 4),
@@ -161,15 +161,14 @@ def test_anneal_of_many_segments_in_any_layout(side, twins, device):
     size = torch.full((2, count), 128, device=device)
     thought = (torch.arange(count, device=device) * 7 % 3).repeat(2, 1)
     level = torch.zeros_like(size)
-    current = torch.tensor([count - 1, 4], device=device)
-    change = torch.tensor([False, True], device=device)
-    live = size.sum(1)
+    current, change = torch.tensor([count - 1, 4], device=device), torch.tensor([False, True], device=device)
+    live, anneal = size.sum(1), module_of(twins, side).anneal
     inputs = [lay_out(tensor[..., None], "spread")[..., 0] for tensor in (size, level, thought)]
-    found = of(twins, side).anneal(*inputs, current, change, live=live, budget=1024, retention=PAPER)
+    found = anneal(*inputs, current, change, live=live, budget=1024, retention=PAPER)
     assert found.size[0].tolist() == [4] * 256 + [128]
     assert found.over_budget.tolist() == [True, True]
     assert found.size[1].tolist() == [4] * 4 + [128] * 253
-    plain = of(twins, side).anneal(size, level, thought, current, change, live=live, budget=1024, retention=PAPER)
+    plain = anneal(size, level, thought, current, change, live=live, budget=1024, retention=PAPER)
     for one, other in zip(found, plain, strict=True):
         assert_same(one, other, what="annealed")
 
@@ -214,7 +213,7 @@ def test_representatives_of_distances_too_close_to_order(case, twins):
 @few
 def test_representatives_are_as_many_as_asked_for(side, case, twins):
     """Exactly min(keep, L) distinct tokens in ascending order, which is all tokens if keep >= L."""
-    found = of(twins, side).select_representatives(**case.inputs)
+    found = module_of(twins, side).select_representatives(**case.inputs)
     assert len(set(found.indices.tolist())) == min(case.keep, case.tokens)
     assert found.indices.tolist() == sorted(found.indices.tolist())
     if case.keep >= case.tokens:
@@ -264,7 +263,7 @@ def line(device, *places: float) -> torch.Tensor:
 )
 def test_representatives_by_hand(side, places, keep, indices, last, twins, device):
     """Small integers, for which all arithmetic except division is exact."""
-    found = of(twins, side).select_representatives(line(device, *places), keep)
+    found = module_of(twins, side).select_representatives(line(device, *places), keep)
     assert found.indices.tolist() == indices
     assert found.assignments[-1].tolist() == last
 
@@ -273,7 +272,7 @@ def test_representatives_by_hand(side, places, keep, indices, last, twins, devic
 @SIDES
 def test_representatives_of_equal_distances_go_to_the_first_cluster(side, twins, device):
     """Clusters start at 0 and 2, so 1 is equally far from both."""
-    found = of(twins, side).select_representatives(line(device, 0.0, 1.0, 2.0, 10.0), 2)
+    found = module_of(twins, side).select_representatives(line(device, 0.0, 1.0, 2.0, 10.0), 2)
     assert found.assignments[0].tolist() == [0, 0, 1, 1]
 
 
@@ -282,7 +281,7 @@ def test_representatives_of_equal_distances_go_to_the_first_cluster(side, twins,
 def test_representatives_start_at_even_distances(side, twins, device):
     """Round one shows where the clusters started: at tokens (i L) // k, each of which is nearest to itself."""
     key = torch.randn(2, 17, 24, generator=torch.Generator().manual_seed(3)).to(device)
-    first = of(twins, side).select_representatives(key, 5).assignments[0]
+    first = module_of(twins, side).select_representatives(key, 5).assignments[0]
     assert first[[0, 3, 6, 10, 13]].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -293,7 +292,7 @@ def test_representatives_tell_close_keys_apart(side, apart, unit, twins, device)
     """Three groups, far apart, of tokens that differ by one unit. With dot products of 8 or 11 bits, the three tokens
     of a group seem equally near to its mean; if groups are 500 units apart, also with dot products of 16 bits."""
     places = (1, 3, 2, apart + 2, apart + 1, apart + 3, 1 - apart, 2 - apart, 3 - apart)
-    found = of(twins, side).select_representatives(line(device, *(unit * place for place in places)), 3)
+    found = module_of(twins, side).select_representatives(line(device, *(unit * place for place in places)), 3)
     assert found.assignments[-1].tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert found.indices.tolist() == [2, 3, 7]
 
@@ -305,7 +304,7 @@ def test_representatives_concatenate_the_heads(side, twins, device):
     key = torch.zeros(2, 6, 16, device=device)
     key[0, :, 0] = torch.tensor([0.0, 0, 0, 50, 50, 50])
     key[1, :, 15] = torch.tensor([0.0, 30, 1, 0, 30, 1])
-    select = of(twins, side).select_representatives
+    select = module_of(twins, side).select_representatives
     found = select(key, 4)
     assert found.assignments[-1].tolist() == [0, 1, 0, 2, 3, 2]
     assert found.indices.tolist() == [0, 1, 3, 4]
@@ -320,7 +319,7 @@ def test_representatives_of_nan_keys_have_the_requested_count(side, twins, devic
     key = torch.randn(1, 9, 16, generator=torch.Generator().manual_seed(1)).to(device)
     key[0, 2], key[0, 5], key[0, 7] = torch.nan, torch.inf, -torch.inf
     for keep in (1, 3, 8):
-        found = of(twins, side).select_representatives(key, keep)
+        found = module_of(twins, side).select_representatives(key, keep)
         assert len(set(found.indices.tolist())) == keep
         assert set(found.indices.tolist()) <= set(range(9))
 
@@ -392,7 +391,7 @@ def test_segments_that_keep_more_than_most_stay_whole(side, twins, device):
     key = torch.randn(1, 1, 12, 16, generator=torch.Generator().manual_seed(2)).to(device)
     slots = torch.arange(12, device=device).view(1, 2, 6)
     keep = torch.tensor([[3, 4]], device=device)
-    cut = of(twins, side).segment_representatives
+    cut = module_of(twins, side).segment_representatives
     assert cut(key, slots, keep, most=3).sum(-1).tolist() == [[3, 6]]
     assert cut(key, slots, keep, most=4).sum(-1).tolist() == [[3, 4]]
     assert cut(key, slots, keep).sum(-1).tolist() == [[3, 4]]

@@ -22,7 +22,7 @@ NAN, INF = math.nan, math.inf
 LARGEST = {fmt: float(values[-1]) for fmt, values in oracle.MAGNITUDES.items()}
 
 
-def of(twins, side: str):
+def module_of(twins, side: str):
     return getattr(twins, side).thinkv
 
 
@@ -47,7 +47,7 @@ def same(one, other) -> bool:
 @pytest.mark.property("extreme_numbers")
 @every_format
 def test_nan_quantizes_to_zero_and_infinity_to_the_largest_number(fmt, side, twins, device):
-    module, half = of(twins, side), 1 << oracle.BITS[fmt] - 1
+    module, half = module_of(twins, side), 1 << oracle.BITS[fmt] - 1
     top = len(oracle.MAGNITUDES[fmt]) - 1
     row = [NAN, 1.0, -0.0, 0.0, -1.0, NAN]
     q = module.quantize(torch.tensor([row], device=device), fmt, axis=-1)
@@ -72,7 +72,7 @@ def test_nan_quantizes_to_zero_and_infinity_to_the_largest_number(fmt, side, twi
 @pytest.mark.property("extreme_numbers")
 @every_format
 def test_codes_of_a_negative_zero_are_read_as_zero(fmt, side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     q = module.quantize(torch.ones(1, 4, device=device), fmt, axis=-1)
     back = module.dequantize(q._replace(codes=torch.full_like(q.codes, 1 << oracle.BITS[fmt] - 1)), torch.float32)
     assert (back == 0).all() and not back.signbit().any()
@@ -81,7 +81,7 @@ def test_codes_of_a_negative_zero_are_read_as_zero(fmt, side, twins, device):
 @pytest.mark.property("accuracy")
 def test_codes_are_sign_and_index(side, twins, device):
     """The bits, written out."""
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = torch.tensor([[6.0, -4, 3, 2, -1.5, 1, 0.5, -0.5, 0, 5, -5, 2.5]], device=device)
     assert module.quantize(x, "nvfp4", axis=-1).codes.tolist() == [[7, 14, 5, 4, 11, 2, 1, 9, 0, 6, 14, 4]]
     x = torch.tensor([[1.0, -1, 0.5, 0.51, -0.5, -0.51]], device=device)
@@ -99,7 +99,7 @@ def test_codes_are_sign_and_index(side, twins, device):
 @pytest.mark.property("extreme_numbers")
 @pytest.mark.parametrize("fmt", by_group)
 def test_scales_vanish_at_2_to_the_minus_10_and_end_at_448(fmt, side, twins, device):
-    module, largest = of(twins, side), LARGEST[fmt]
+    module, largest = module_of(twins, side), LARGEST[fmt]
     edge = largest * 2.0**-10
     more = torch.nextafter(torch.tensor(edge), torch.tensor(1.0)).item()
     x = torch.tensor([[edge], [more], [448 * largest], [464 * largest], [1e30]], device=device)
@@ -112,7 +112,7 @@ def test_scales_vanish_at_2_to_the_minus_10_and_end_at_448(fmt, side, twins, dev
 
 @pytest.mark.property("extreme_numbers")
 def test_fp8_scales_go_as_far_as_float32(side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     least = 2.0**-149
     x = torch.tensor([[224 * least], [225 * least], [448 * least], [2.0**-120], [3.4e38]], device=device)
     q = module.quantize(x, "fp8", axis=-1, group=1)
@@ -124,7 +124,7 @@ def test_fp8_scales_go_as_far_as_float32(side, twins, device):
 
 @pytest.mark.property("extreme_numbers")
 def test_a_second_scale_reaches_what_e4m3_does_not(side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = ordinary(3, 2, 32).to(device) * 1e-7
     x[0, 0, 5] = 1e-6  # the largest element, which only the first program reads
     without, with_one = (module.quantize(x, "nvfp4", axis=-1, tensor_scale=flag) for flag in (False, True))
@@ -145,7 +145,7 @@ def test_a_second_scale_reaches_what_e4m3_does_not(side, twins, device):
 @pytest.mark.property("accuracy")
 @every_format
 def test_inputs_are_rounded_to_float32_once(fmt, side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = ordinary(4, 24).to(device)
     for dtype in (torch.float16, torch.bfloat16):
         assert same(module.quantize(x.to(dtype), fmt, axis=-2), module.quantize(x.to(dtype).float(), fmt, axis=-2))
@@ -162,7 +162,7 @@ def test_inputs_are_rounded_to_float32_once(fmt, side, twins, device):
 @pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])  # one for each kernel
 @pytest.mark.parametrize("layout", ["sliced", "spread", "channels_first", "transposed", "far"])
 def test_strides_do_not_matter(fmt, layout, side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = ordinary(2, 2, 5, 20).half().to(device)
     for axis in (-1, -2) if fmt != "fp8" else (-1,):
         expected = module.quantize(x, fmt, axis=axis)
@@ -178,7 +178,7 @@ def test_strides_do_not_matter(fmt, layout, side, twins, device):
 @pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
 def test_more_dimensions_are_more_rows(fmt, side, twins, device):
     """Including dimensions that cannot be merged without a copy."""
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = ordinary(2, 1, 2, 4, 6).to(device)
     for view in (x, x.transpose(0, 2)):
         q = module.quantize(view, fmt, axis=-2, group=3)
@@ -195,7 +195,7 @@ def test_more_dimensions_are_more_rows(fmt, side, twins, device):
 @pytest.mark.parametrize("axis", (-1, -2))
 def test_groups_are_independent(fmt, axis, side, twins, device):
     """The result of a group does not depend on the other groups. A short last group is also a group."""
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = ordinary(2, 21, 19).to(device)
     q = module.quantize(x, fmt, axis=axis, group=6)
     along = -2 if fmt == "fp8" else axis
@@ -217,7 +217,7 @@ def test_groups_are_independent(fmt, axis, side, twins, device):
 @every_format
 def test_keys_by_channel_values_by_token(fmt, side, twins, device):
     """Axis -2 of a tensor is axis -1 of its transpose. For fp8, the axis has no effect."""
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = ordinary(2, 21, 40).to(device)
     keys, values = module.quantize(x, fmt, axis=-2), module.quantize(x, fmt, axis=-1)
     if fmt == "fp8":
@@ -236,7 +236,7 @@ def test_keys_by_channel_values_by_token(fmt, side, twins, device):
 @pytest.mark.property("accuracy")
 @every_format
 def test_signs_and_powers_of_two_pass_through(fmt, side, twins, device):
-    module, half = of(twins, side), 1 << oracle.BITS[fmt] - 1
+    module, half = module_of(twins, side), 1 << oracle.BITS[fmt] - 1
     x = ordinary(4, 32).to(device)
     q, mirrored, doubled = (module.quantize(x * factor, fmt, axis=-1) for factor in (1, -1, 4))
     assert torch.equal(mirrored.scales, q.scales)
@@ -249,7 +249,7 @@ def test_signs_and_powers_of_two_pass_through(fmt, side, twins, device):
 @pytest.mark.parametrize("fmt", by_group)
 def test_what_was_quantized_stays_as_it_is(fmt, side, twins, device):
     """With normal scales, the largest element has the largest code, so a second quantization finds the same scale."""
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = (ordinary(64, 16, seed=3) * 2.0 ** torch.arange(-3, 5).repeat(8)[:, None]).to(device)
     q = module.quantize(x, fmt, axis=-1)
     assert min(scales_of(q)) >= 2**-6
@@ -259,7 +259,7 @@ def test_what_was_quantized_stays_as_it_is(fmt, side, twins, device):
 
 @pytest.mark.property("accuracy")
 def test_int2_is_ternary(side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     kinds = ("sizes", "halfway", "special")
     x = torch.stack([fill(kind, torch.Generator().manual_seed(1), (8, 32), "int2") for kind in kinds])
     assert same(*(module.quantize(x.to(device), fmt, axis=-1) for fmt in ("int2", "ternary")))
@@ -275,7 +275,7 @@ def squared_error(x: list[float], scale: float) -> Fraction:
 
 @pytest.mark.property("accuracy")
 def test_least_squares_choose_the_best_fraction(side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = ordinary(40, 16, seed=5).to(device)
     q, plain = (module.quantize(x, "ternary", axis=-1, scale_rule=rule) for rule in ("mse", "amax"))
     better = 0
@@ -294,7 +294,7 @@ def test_equal_squares_go_to_the_largest_fraction(side, twins, device):
     """1 and 15/16 have equal errors with the scales 1 and 15/16."""
     x = torch.tensor([[1.0, -0.9375]], device=device)
     assert squared_error([1.0, 0.9375], 1) == squared_error([1.0, 0.9375], 0.9375)
-    assert scales_of(of(twins, side).quantize(x, "ternary", axis=-1, scale_rule="mse")) == [1.0]
+    assert scales_of(module_of(twins, side).quantize(x, "ternary", axis=-1, scale_rule="mse")) == [1.0]
 
 
 # Compression ---------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_equal_squares_go_to_the_largest_fraction(side, twins, device):
 
 @every_format
 def test_quantization_saves_memory_and_loses_precision(fmt, side, twins, device):
-    module = of(twins, side)
+    module = module_of(twins, side)
     x = ordinary(16, 64).bfloat16().to(device)
     q = module.quantize(x, fmt, axis=-1)
     packed = module.pack(q.codes, oracle.BITS[fmt])

@@ -18,8 +18,8 @@ from kvtwin.conformance.judge.checkers.thinkv_state import Adapter
 from kvtwin.conformance.judge.compare import assert_within
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.conformance.judge.trace import follow as follow_trace
+from kvtwin.conformance.suite import golden_cases
 from kvtwin.fixtures import block_traces, record_thinkv
-from kvtwin.fixtures.load import load_trace
 from kvtwin.fixtures.record_thinkv import positions
 from kvtwin.reference.contract.thinkv.config import ThinKVConfig
 from kvtwin.reference.contract.thinkv.types import Thought
@@ -30,20 +30,7 @@ pytestmark = [pytest.mark.kind("golden"), pytest.mark.main, pytest.mark.first]
 #: layer.budget of each fixture. The first two have one KV head, the second quantizes nothing; so has the first of a
 #: public model.
 CASES = {"traces": ("3.16", "3.20", "3.48", "6.64"), "known": ("18.16", "27.48")}
-of_each_case = pytest.mark.parametrize(
-    ("which", "case"), [(which, case) for which, cases in CASES.items() for case in cases]
-)
-
-
-@pytest.fixture(scope="module")
-def traces() -> Any:
-    return load_trace("capture"), load_trace("thinkv")
-
-
-@pytest.fixture(scope="module")
-def known() -> Any:
-    """The traces of a public model."""
-    return load_trace("known_capture"), load_trace("known_thinkv")
+traces, known, of_each_case, test_every_recorded_case_is_replayed = golden_cases.of_method("thinkv", CASES)
 
 
 def started(module: Any, case: str, traces: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -51,11 +38,6 @@ def started(module: Any, case: str, traces: Any, device: torch.device, dtype: to
     about = traces[1].metadata["cases"][case]
     tensors = record_thinkv.inputs(traces[0], about, dtype, device)
     return module.ThinKVState(ThinKVConfig(**about["config"]), **block_traces.sizes(tensors)), tensors
-
-
-def test_every_recorded_case_is_replayed(traces, known):
-    for which, one in (("traces", traces), ("known", known)):
-        assert set(one[1].metadata["cases"]) == set(CASES[which])
 
 
 @of_each_case

@@ -20,7 +20,7 @@ SIDES = pytest.mark.parametrize("side", ("reference", "optimized"))
 few = settings(max_examples=max(at_least(3), settings().max_examples // 6))
 
 
-def of(twins, side):
+def module_of(twins, side):
     return getattr(twins, side).thinkv
 
 
@@ -84,10 +84,10 @@ def test_sparsity_pools_a_group_by_its_largest_weights(side, twins, device):
     """Both heads attend to the first two tokens, and each to one other token with 0.015 of that weight. No token is
     below the threshold. By the mean, both of the others would be, and by either head alone, one."""
     case = aimed(device, [[1.0, 1.0, 0.015, 1e-4], [1.0, 1.0, 1e-4, 0.015]])
-    assert of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.0]
+    assert module_of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.0]
     for head in (0, 1):
         alone = SparsityCase.given(case.query[:, head:head + 1], case.key, scale=1.0)
-        assert of(twins, side).attention_sparsity(**alone.inputs).tolist() == [0.25]
+        assert module_of(twins, side).attention_sparsity(**alone.inputs).tolist() == [0.25]
 
 
 @pytest.mark.property("accuracy")
@@ -99,7 +99,7 @@ def test_sparsity_normalises_before_it_pools(side, twins, device):
     spread = [50.0] * 400
     case = aimed(device, [[1.0] + [1e-6] * 399, spread])
     # The second head gives 1 / 400 to each token, which is below 0.01 of the first head's largest weight.
-    share = of(twins, side).attention_sparsity(**case.inputs)
+    share = module_of(twins, side).attention_sparsity(**case.inputs)
     assert share.tolist() == [torch.tensor(399 / 400).item()]
 
 
@@ -107,7 +107,7 @@ def test_sparsity_normalises_before_it_pools(side, twins, device):
 @SIDES
 def test_sparsity_is_averaged_over_kv_heads(side, twins, device):
     case = aimed(device, [[1.0, 1.0, 1.0, 0.001]], [[1.0, 0.001, 0.001, 0.001]])
-    assert of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.5]
+    assert module_of(twins, side).attention_sparsity(**case.inputs).tolist() == [0.5]
 
 
 @pytest.mark.property("accuracy")
@@ -116,7 +116,7 @@ def test_the_mean_of_heads_has_another_sparsity(side, twins, device):
     """Each of two heads attends to a token of its own and, by 0.015, to a third one. It does not attend to the other
     two. In the mean, only the fourth token is not attended to."""
     case = aimed(device, [[1.0, 1e-4, 0.015, 1e-4]], [[1e-4, 1.0, 0.015, 1e-4]])
-    call = of(twins, side).attention_sparsity
+    call = module_of(twins, side).attention_sparsity
     assert call(**case.inputs).tolist() == [0.5]
     assert call(**case.inputs | {"sparsity_of": "mean"}).tolist() == [0.25]
 
@@ -128,7 +128,7 @@ def test_the_mean_weights_each_kv_head_equally(side, twins, device):
     tokens, so its largest weights are 1/2, 1/2 and 0, and those of the second one 0, 0 and 1. In the mean, the first
     two tokens have half of the third one's weight. Without eq. 4, all three would be equal."""
     case = aimed(device, [[1.0, 1e-6, 1e-6], [1e-6, 1.0, 1e-6]], [[1e-6, 1e-6, 1.0], [1e-6, 1e-6, 1.0]])
-    call = of(twins, side).attention_sparsity
+    call = module_of(twins, side).attention_sparsity
     two_thirds = torch.tensor(2 / 3).item()
     found = [call(**case.inputs | {"sparsity_of": "mean", "threshold": share}).tolist() for share in (0.45, 0.55)]
     assert found == [[0.0], [two_thirds]]
@@ -139,7 +139,7 @@ def test_the_mean_weights_each_kv_head_equally(side, twins, device):
 def test_the_mean_of_many_tokens(side, twins, device):
     """The most attended token is the first of 600 tokens, more than a tile. All others are below the threshold."""
     case = aimed(device, [[1.0] + [1e-3] * 599], [[1.0] + [1e-4] * 599])
-    share = of(twins, side).attention_sparsity(**case.inputs | {"sparsity_of": "mean"})
+    share = module_of(twins, side).attention_sparsity(**case.inputs | {"sparsity_of": "mean"})
     assert share.tolist() == [torch.tensor(599 / 600).item()]
 
 
@@ -147,7 +147,7 @@ def test_the_mean_of_many_tokens(side, twins, device):
 @SIDES
 def test_one_kv_head_is_its_own_mean(side, twins, device):
     case = aimed(device, [[1.0, 0.5, 0.015, 1e-4], [0.3, 1.0, 1e-4, 0.005]])
-    call = of(twins, side).attention_sparsity
+    call = module_of(twins, side).attention_sparsity
     assert call(**case.inputs | {"sparsity_of": "mean"}).tolist() == call(**case.inputs).tolist() == [0.25]
 
 
@@ -160,7 +160,7 @@ def test_sparsity_of_few_tokens(side, twins, device):
     occupied[0, 3] = occupied[2, 1] = occupied[2, 4] = True
     key[0, 0, 3], key[2, 0, 1], key[2, 0, 4] = -100.0, 1.0, -1.0
     for sparsity_of in ("heads", "mean"):
-        found = of(twins, side).attention_sparsity(
+        found = module_of(twins, side).attention_sparsity(
             torch.ones(3, 2, 16, device=device), key, occupied, sparsity_of=sparsity_of
         )
         assert found.tolist() == [0.0, 0.0, 0.5]
@@ -187,7 +187,7 @@ def test_classify_splits_at_the_edges(side, edges, shape, data, dtype, twins, de
     count = math.prod(shape)
     picked = range(count) if data is None else [data.draw(st.integers(0, len(values) - 1)) for _ in range(count)]
     sparsity = values[list(picked)].view(shape).to(device)
-    found = of(twins, side).classify(sparsity, edges)
+    found = module_of(twins, side).classify(sparsity, edges)
     low, high = torch.tensor(edges).tolist()  # in float32
     expected = [0 if x >= high else 2 if x >= low else 1 for x in sparsity.float().flatten().tolist()]
     assert found.dtype == torch.int64 and found.shape == sparsity.shape
@@ -232,7 +232,7 @@ def test_calibrate_finds_the_valleys(side, bandwidth, twins, device):
     first = [two, rows[0], rows[1], flat, rows[2], rows[3], rows[4]]
     second = [two, rows[1], flat, flat, rows[3], two, rows[0]]
     traces = [torch.stack(prompt).to(device) for prompt in (first, second)]
-    found = of(twins, side).calibrate(traces, bandwidth=bandwidth)
+    found = module_of(twins, side).calibrate(traces, bandwidth=bandwidth)
     assert found.layers == (1, 2, 4, 6)
     inside = [places for prompt in (first, second) for layer in found.layers for places in TRIMODAL
               if torch.equal(prompt[layer], spikes(*places))]
@@ -252,12 +252,12 @@ def test_calibrate_of_clouds_lies_between_them(side, twins, device):
         centres = torch.tensor([0.1, 0.5, 0.9])[torch.arange(steps) % 3]
         noise = 0.03 * torch.randn(5, steps, generator=generator)
         traces.append((centres + noise).clamp(0, 1).to(device))
-    found = of(twins, side).calibrate([trace.half() for trace in traces])
+    found = module_of(twins, side).calibrate([trace.half() for trace in traces])
     assert found.layers == (0, 1, 2, 3)
     assert all(isinstance(layer, int) for layer in found.layers)
     low, high = found.edges
     assert 0.2 < low < 0.4 < 0.6 < high < 0.8
-    other = of(twins, "reference").calibrate([trace.half() for trace in traces])
+    other = module_of(twins, "reference").calibrate([trace.half() for trace in traces])
     assert other.layers == found.layers
     # Two lowest grid points may have nearly equal densities. Then rounding decides.
     assert all(abs(one - two) <= STEP for one, two in zip(found.edges, other.edges, strict=True))
@@ -268,6 +268,6 @@ def test_calibrate_of_clouds_lies_between_them(side, twins, device):
 def test_calibrate_takes_the_middle_of_a_flat_valley(side, twins, device):
     """With such narrow kernels, the density between the spikes is exactly 0."""
     traces = [torch.stack([spikes(0.0, 0.5, 1.0)] * 2).to(device)]
-    found = of(twins, side).calibrate(traces, layers=2, bandwidth=0.005, grid=1025)
+    found = module_of(twins, side).calibrate(traces, layers=2, bandwidth=0.005, grid=1025)
     assert found.layers == (0, 1)
     assert all(abs(edge - middle) <= 1 / 1024 for edge, middle in zip(found.edges, (0.25, 0.75), strict=True))

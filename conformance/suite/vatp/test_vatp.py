@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtwin.conformance.cases.block_cases import sized
+from kvtwin.conformance.cases.block_cases import with_spiked_values
 from kvtwin.conformance.cases.draws import at_least
 from kvtwin.conformance.cases.state_trace import StateTrace
 from kvtwin.conformance.cases.strategies import state_traces
@@ -30,7 +30,7 @@ def new(module, device, budget, block, recent):
 @few
 def test_vatp_ranks_by_attention_times_size(trace, twins):
     """Flat values and spikes of all powers of two: ||v||_1 decides, not ||v||_2."""
-    lockstep.run(sized(trace), twins.optimized.baselines.vatp)
+    lockstep.run(with_spiked_values(trace), twins.optimized.baselines.vatp)
 
 
 @pytest.mark.property("state")
@@ -44,7 +44,7 @@ def test_vatp_evicts_by_size_over_many_steps(prompt, steps, budget, twins, devic
     trace = StateTrace(
         method="vatp", group=2, prompt=prompt, steps=steps, config=tuple(config.items()), device=str(device), seed=9
     )
-    lockstep.run(sized(trace), twins.optimized.baselines.vatp)
+    lockstep.run(with_spiked_values(trace), twins.optimized.baselines.vatp)
 
 
 @pytest.mark.property("state")
@@ -153,4 +153,4 @@ def test_vatp_evicts_by_size_at_intervals(prompt, steps, twins, device):
     trace = StateTrace(
         method="vatp", group=2, prompt=prompt, steps=steps, config=tuple(config.items()), device=str(device), seed=9
     )
-    lockstep.run(sized(trace), twins.optimized.baselines.vatp)
+    lockstep.run(with_spiked_values(trace), twins.optimized.baselines.vatp)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import longflow
-from kvtwin.conformance.lab.patients.run import not_right, shown, verdict_of, wrong
+from kvtwin.conformance.lab.implementations import longflow
+from kvtwin.conformance.lab.implementations.run import not_right, summary_of, verdict_of, wrong
 
 pytestmark = [pytest.mark.slow, pytest.mark.first]
 
-#: Verdicts without "bad_input", which the patients do not check.
+#: Verdicts without "bad_input", which the implementations do not check.
 PROPERTIES = (
     "accuracy", "decisions", "ties", "repeatability", "independence", "free_slots", "extreme_numbers", "layouts",
 )
@@ -32,7 +32,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-#: Of each patient the wrong property, and the others that are not right, with the reason.
+#: Of each implementation the wrong property, and the others that are not right, with the reason.
 WRONG: dict[type, tuple[str, dict[str, str]]] = {
     longflow.NoRunningMaximum: ("extreme_numbers", {}),
     longflow.RoundedScores: ("accuracy", {}),
@@ -57,12 +57,12 @@ WRONG: dict[type, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("patient", WRONG, ids=lambda patient: patient.__name__)
-def test_the_faulty_property_is_named(patient, judged):
-    found = judged(patient())
-    named, others = WRONG[patient]
-    assert wrong(found) == {named}, shown(found)
-    assert not_right(found) == others, shown(found)
+@pytest.mark.parametrize("implementation", WRONG, ids=lambda implementation: implementation.__name__)
+def test_the_faulty_property_is_named(implementation, judged):
+    found = judged(implementation())
+    named, others = WRONG[implementation]
+    assert wrong(found) == {named}, summary_of(found)
+    assert not_right(found) == others, summary_of(found)
     assert found.verdict == verdict.WRONG
 
 
@@ -75,5 +75,5 @@ def test_correct_implementations_are_right(healthy, conventions, judged):
     verdicts = {name: found.properties[name].verdict for name in PROPERTIES}
     assert verdicts == dict.fromkeys(PROPERTIES, verdict.RIGHT) | dict.fromkeys(
         [name for name in conventions if name in PROPERTIES], verdict.CONVENTION
-    ), shown(found)
+    ), summary_of(found)
     assert found.verdict == verdict.RIGHT

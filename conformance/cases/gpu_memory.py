@@ -1,4 +1,4 @@
-"""Tests that take gigabytes of a GPU's memory take turns, over all processes that test on that GPU.
+"""Locks of a GPU's memory: tests that take gigabytes of it wait for each other, over all processes that use the GPU.
 
 Many of them at once, in the processes of pytest-xdist, may need more memory than the GPU has.
 """
@@ -22,26 +22,26 @@ from ..refusals import EnvironmentLimit
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # not on POSIX: there are no turns
+except ImportError:  # not on POSIX: there are no locks
     fcntl = None
 
 #: Seconds to wait for memory before each further call.
 PAUSES = (2, 10, 30)
 
-#: Bytes of a GPU for each test that may hold the turn of its memory. The largest test takes 25 GB.
+#: Bytes of a GPU for each test that may lock its memory. The largest test takes 25 GB.
 SHARE = 32 * 2**30
 
 #: The share of a GPU's memory that other processes need at most: contexts, and what small cases leave in caches.
 OF_OTHERS = 0.25
 
-#: Seconds between two attempts to take a turn that several processes may hold.
+#: Seconds between two attempts to get a lock that several processes may hold.
 INTERVAL = 0.05
 
 _held: dict[str, IO[str]] = {}
 
 
-def take(name: str, at_once: int = 1) -> None:
-    """Wait until fewer than `at_once` other processes hold the turn `name`, and hold it until `give_back`."""
+def lock(name: str, at_once: int = 1) -> None:
+    """Wait until fewer than `at_once` other processes hold the lock `name`, and hold it until `release`."""
     if fcntl is None or name in _held:
         return
     while not any(_locks(name, number) for number in range(at_once)):
@@ -59,19 +59,19 @@ def _locks(name: str, number: int) -> bool:
     return True
 
 
-def take_memory_of(device: torch.device, name: str = "memory", at_once: int | None = None) -> None:
-    """Take a turn of a GPU's memory: by default, a GPU has one for each SHARE of its memory. The GPU is known by its
+def lock_memory(device: torch.device, name: str = "memory", at_once: int | None = None) -> None:
+    """Lock a share of a GPU's memory: by default, as many processes may as it has SHAREs. The GPU is known by its
     UUID, since CUDA_VISIBLE_DEVICES may renumber it."""
     gpu = torch.cuda.get_device_properties(device)
     at_once = max(1, gpu.total_memory // SHARE) if at_once is None else at_once
-    take(f"{name}-{getattr(gpu, 'uuid', device.index)}", at_once)
+    lock(f"{name}-{getattr(gpu, 'uuid', device.index)}", at_once)
 
 
 @contextmanager
 def between_examples(test: Any, call: Callable[[], None]) -> Iterator[None]:
-    """Within it, each case that Hypothesis draws for the test begins with `call()` if this process holds a turn then.
+    """Within it, each case that Hypothesis draws for the test begins with `call()` if this process holds a lock then.
 
-    Without this, a test whose third case takes gigabytes would hold its turn until its last case.
+    Without this, a test whose third case takes gigabytes would hold its lock until its last case.
     """
     handle = getattr(test, "hypothesis", None)
     if handle is None:
@@ -80,13 +80,13 @@ def between_examples(test: Any, call: Callable[[], None]) -> Iterator[None]:
     example = handle.inner_test  # for runners, says Hypothesis's documentation
 
     @functools.wraps(example)
-    def begins_without_a_turn(*arguments: Any, **named: Any) -> Any:
+    def begins_without_a_lock(*arguments: Any, **named: Any) -> Any:
         __tracebackhide__ = True
-        if held():
+        if is_locked_here():
             call()
         return example(*arguments, **named)
 
-    handle.inner_test = begins_without_a_turn
+    handle.inner_test = begins_without_a_lock
     try:
         yield
     finally:
@@ -97,7 +97,7 @@ class TakenMemory(torch.OutOfMemoryError):
     """Raised in place of an implementation's OutOfMemoryError if other processes hold the GPU's memory."""
 
 
-def held_by_others() -> int:
+def bytes_of_others() -> int:
     """Bytes of the current GPU that other processes hold, if that is more than OF_OTHERS of its memory; otherwise 0."""
     free, total = torch.cuda.mem_get_info()
     held = total - free - torch.cuda.memory_reserved()
@@ -105,7 +105,7 @@ def held_by_others() -> int:
 
 
 def when_memory_is_free(test: Callable[..., None], /, *arguments: Any, **named: Any) -> None:
-    """Call a test. If the processes that share its GPU leave it too little memory, take the turn of the GPU's memory,
+    """Call a test. If the processes that share its GPU leave it too little memory, lock the GPU's memory,
     wait until they need less, and call it again, up to len(PAUSES) times. Raises EnvironmentLimit if an implementation
     under test got too little even then."""
     __tracebackhide__ = True
@@ -120,7 +120,7 @@ def when_memory_is_free(test: Callable[..., None], /, *arguments: Any, **named: 
         # Outside of the block above, what the frames of the error hold is free.
         gc.collect()
         torch.cuda.empty_cache()
-        take_memory_of(torch.device("cuda", torch.cuda.current_device()))
+        lock_memory(torch.device("cuda", torch.cuda.current_device()))
         time.sleep(pause)
     try:
         test(*arguments, **named)
@@ -144,12 +144,12 @@ def shares_its_gpu() -> bool:
     return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1 and torch.cuda.is_initialized()
 
 
-def held() -> bool:
-    """Whether this process holds a turn."""
+def is_locked_here() -> bool:
+    """Whether this process holds a lock."""
     return bool(_held)
 
 
-def give_back() -> None:
-    """Give back every turn that this process holds."""
+def release() -> None:
+    """Release every lock of this process."""
     while _held:
         _held.popitem()[1].close()

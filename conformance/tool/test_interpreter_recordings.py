@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvtwin.conformance import interpreter
-from kvtwin.conformance.interpreter.tape import MOST_TAPES, TAPED, Tapes
+from kvtwin.conformance.interpreter.recordings import MOST_RECORDINGS, RECORDED, Recordings
 
 INTERPRETED = interpreter.interprets(triton.language.standard)
 accelerated = pytest.mark.skipif(
@@ -51,7 +51,7 @@ class Builder:
 
 
 def made(member):
-    """`member` with a tape, and its builder."""
+    """`member` with a recording, and its builder."""
 
     class Other:
         pass
@@ -59,8 +59,8 @@ def made(member):
     core = SimpleNamespace(tensor=Tensor, constexpr=type("constexpr", (), {}), dtype=Other, pointer_type=Other)
     core.block_type = Other
     semantic = SimpleNamespace(builder=Builder())
-    tapes = Tapes(semantic, SimpleNamespace(core=core))
-    return tapes.taped(member), semantic.builder
+    recordings = Recordings(semantic, SimpleNamespace(core=core))
+    return recordings.with_recordings(member), semantic.builder
 
 
 def plus(lhs, number, _semantic):
@@ -71,29 +71,29 @@ def plus(lhs, number, _semantic):
 
 
 def test_a_function_is_called_once_for_each_kind_of_arguments():
-    taped, builder = made(plus)
+    recorded, builder = made(plus)
     plus.calls = 0
     for value in (1.0, 2.0, 3.0):
-        sums = taped(Tensor(Handle(value), "wide"), 5)
+        sums = recorded(Tensor(Handle(value), "wide"), 5)
         assert (sums.handle.data, sums.type.name) == (value + 5, "wide")
         assert type(sums.handle) is Handle
     assert plus.calls == 1
     assert builder.asked == ["get_number"] + 3 * ["create_add"], "the number must be requested only once"
-    taped(Tensor(Handle(1.0), "narrow"), 5)
-    assert plus.calls == 2, "another type needs another tape"
-    assert taped(Tensor(Handle(1.0), "wide"), number=5).handle.data == 6
-    assert plus.calls == 3, "an argument by name needs another tape"
+    recorded(Tensor(Handle(1.0), "narrow"), 5)
+    assert plus.calls == 2, "another type needs another recording"
+    assert recorded(Tensor(Handle(1.0), "wide"), number=5).handle.data == 6
+    assert plus.calls == 3, "an argument by name needs another recording"
 
 
 def test_equal_numbers_of_different_types_are_distinct():
-    taped, _ = made(plus)
+    recorded, _ = made(plus)
     plus.calls = 0
     numbers = [1, True, 1.0, 0.0, -0.0, 0, False, float("nan")]
     for number in (*numbers, float("nan")):
-        taped(Tensor(Handle(1.0), "wide"), number)
-    assert plus.calls == len(numbers), "NaN must have only one tape"
-    assert str(taped(Tensor(Handle(-0.0), "wide"), -0.0).handle.data) == "-0.0"
-    assert str(taped(Tensor(Handle(-0.0), "wide"), 0.0).handle.data) == "0.0"
+        recorded(Tensor(Handle(1.0), "wide"), number)
+    assert plus.calls == len(numbers), "NaN must have only one recording"
+    assert str(recorded(Tensor(Handle(-0.0), "wide"), -0.0).handle.data) == "-0.0"
+    assert str(recorded(Tensor(Handle(-0.0), "wide"), 0.0).handle.data) == "0.0"
 
 
 @pytest.mark.parametrize(
@@ -105,35 +105,35 @@ def test_equal_numbers_of_different_types_are_distinct():
         lambda x: x.handle.dtype == "wide",
     ],
 )
-def test_a_function_that_looks_at_values_is_not_taped(looks):
+def test_a_function_that_looks_at_values_is_not_recorded(looks):
     def member(x, _semantic):
         member.calls += 1
         return Tensor(_semantic.builder.create_add(x.handle, x.handle), "wide") if looks(x) else x
 
-    taped, _ = made(member)
+    recorded, _ = made(member)
     member.calls = 0
     for value in (3.0, 0.0, 3.0, 1.5):
         x = Tensor(Handle(value), "wide")
-        assert taped(x).handle.data == (2 * value if looks(x) else value)
+        assert recorded(x).handle.data == (2 * value if looks(x) else value)
     assert member.calls == 4
 
 
-def test_varying_results_are_not_taped():
+def test_varying_results_are_not_recorded():
     def program(_semantic):
         return Tensor(_semantic.builder.create_program_id(), "whole")
 
-    taped, _ = made(program)
-    assert [taped().handle.data for _ in range(3)] == [1, 2, 3]
+    recorded, _ = made(program)
+    assert [recorded().handle.data for _ in range(3)] == [1, 2, 3]
 
     def pair(x, y, _semantic):
         pair.calls += 1
         return Tensor(_semantic.builder.create_add(x.handle, y[0].handle), "wide"), x
 
-    taped, _ = made(pair)
+    recorded, _ = made(pair)
     pair.calls = 0
     x = Tensor(Handle(1.0), "wide")
     for _ in range(2):
-        both = taped(x, (x,))
+        both = recorded(x, (x,))
         assert [type(it.handle) for it in both] == [Handle, Handle]
     assert pair.calls == 2
 
@@ -141,32 +141,32 @@ def test_varying_results_are_not_taped():
         pair.calls += 1
         return x, Tensor(_semantic.builder.create_add(x.handle, x.handle), "wide")
 
-    taped, _ = made(split)
+    recorded, _ = made(split)
     for _ in range(2):
-        assert [it.handle.data for it in taped(x)] == [1, 2]
+        assert [it.handle.data for it in recorded(x)] == [1, 2]
     assert pair.calls == 4
 
 
-def test_the_number_of_tapes_is_limited(monkeypatch):
-    monkeypatch.setattr("kvtwin.conformance.interpreter.tape.MOST_TAPES", 2)
-    assert MOST_TAPES > 1000
-    taped, _ = made(plus)
+def test_the_number_of_recordings_is_limited(monkeypatch):
+    monkeypatch.setattr("kvtwin.conformance.interpreter.recordings.MOST_RECORDINGS", 2)
+    assert MOST_RECORDINGS > 1000
+    recorded, _ = made(plus)
     plus.calls = 0
     x = Tensor(Handle(1.0), "wide")
     for _ in range(2):
-        assert [taped(x, number).handle.data for number in (1, 2, 3)] == [2, 3, 4]
+        assert [recorded(x, number).handle.data for number in (1, 2, 3)] == [2, 3, 4]
     assert plus.calls == 4
 
 
 def test_a_function_that_fails_leaves_everything_as_it_was():
     def fails(x, _semantic):
-        assert _semantic.builder is not builder, "the call must be recorded each time, as it has no tape"
+        assert _semantic.builder is not builder, "the call must be recorded each time, as it has no recording"
         raise ValueError("no")
 
-    taped, builder = made(fails)
+    recorded, builder = made(fails)
     for _ in range(2):
         with pytest.raises(ValueError, match="no"):
-            taped(Tensor(Handle(1.0), "wide"))
+            recorded(Tensor(Handle(1.0), "wide"))
     assert not builder.asked
 
 
@@ -204,11 +204,11 @@ if INTERPRETED:
 
     @accelerated
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, on purpose
-    def test_a_kernel_computes_the_same_bits_with_and_without_tapes(monkeypatch):
-        tapes = sys.modules[interpreter.MODULE]._patch_builtin.tapes
+    def test_a_kernel_computes_the_same_bits_with_and_without_recordings(monkeypatch):
+        recordings = sys.modules[interpreter.MODULE]._patch_builtin.recordings
         results = []
-        for plain in (True, False, False):  # without tapes; recorded in part; played
-            monkeypatch.setattr(tapes, "plain", plain)
+        for plain in (True, False, False):  # without recordings; recorded in part; played
+            monkeypatch.setattr(recordings, "plain", plain)
             results.append([])
             for seed in range(12):
                 case = _arguments(seed)
@@ -234,11 +234,11 @@ if INTERPRETED:
             assert out.tolist() == [1.5 * value] * 4
 
     @accelerated
-    def test_what_kernels_are_made_of_is_taped():
+    def test_functions_that_kernels_call_are_recorded():
         _of_all_kinds[(2,)](**_arguments(1), SIZE=8)
-        known = sys.modules[interpreter.MODULE]._patch_builtin.tapes.known
+        known = sys.modules[interpreter.MODULE]._patch_builtin.recordings.known
         for name in ("tensor.__add__", "tensor.__lt__", "tensor.__getitem__", "where", "load", "store", "arange"):
             assert any(play is not None for play in known[name].values()), name
 
     def test_every_name_is_one_of_the_language():
-        assert not [name for name in TAPED if not any(hasattr(it, name) for it in (tl, tl.math, tl.tensor))]
+        assert not [name for name in RECORDED if not any(hasattr(it, name) for it in (tl, tl.math, tl.tensor))]

@@ -1,6 +1,6 @@
 """Planted faults: a right implementation that is wrong rarely, or only in large, late or unusual calls.
 
-``KVTWIN_PLANTED=row-10 kvtwin verify longflow --impl kvtwin.conformance.lab.patients.planted`` judges one, and
+``KVTWIN_PLANTED=row-10 kvtwin verify longflow --impl kvtwin.conformance.lab.implementations.planted`` judges one, and
 ``python -m kvtwin.conformance.lab.mutation.power`` measures how often the verdict finds each of them. What is random
 depends on a seed and on the number of the call, which is counted on the device: in a CUDA graph, too, each launch has
 faults of its own.

@@ -72,9 +72,9 @@ class Similarity:
         slot = torch.arange(attention.shape[-1], device=attention.device)
         chosen = (best[..., None] == slot).any(2).double()
         common = (chosen[:, :, None] * chosen[:, None]).sum(-1)
-        return (common / self.of(chosen, k)).sum(0) / common.new_tensor(float(len(attention)))
+        return (common / self.denominator(chosen, k)).sum(0) / common.new_tensor(float(len(attention)))
 
-    def of(self, chosen: Tensor, k: int) -> Tensor:
+    def denominator(self, chosen: Tensor, k: int) -> Tensor:
         return chosen.sum(-1)[:, :1, None]
 
 
@@ -136,7 +136,7 @@ class StaticAgain(Anticipate):
 class ShareOfK(Similarity):
     """The overlap is divided by k where there are fewer tokens."""
 
-    def of(self, chosen: Tensor, k: int) -> Tensor:
+    def denominator(self, chosen: Tensor, k: int) -> Tensor:
         return torch.full_like(chosen.sum(-1)[:, :1, None], k)
 
 

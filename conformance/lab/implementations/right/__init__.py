@@ -1,7 +1,7 @@
 """Right implementations in other styles than kvtwin's: the verdict on each of them must be *right*, whatever the seed.
 
 Each module is an implementation by itself, for example ``kvtwin verify longflow --impl
-kvtwin.conformance.lab.patients.right.split_k``. The command
+kvtwin.conformance.lab.implementations.right.split_k``. The command
 ``python -m kvtwin.conformance.lab.mutation.power`` counts false alarms.
 
 None of them accumulates in float16: the bounds (judge/bounds.py) assume float32 sums, whose unit roundoff is 8,192

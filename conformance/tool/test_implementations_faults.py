@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import run
-from kvtwin.conformance.lab.patients.faults import FAULTS, Dice, Fast, Fault, misplaced
+from kvtwin.conformance.lab.implementations import run
+from kvtwin.conformance.lab.implementations.faults import FAULTS, Dice, Fast, Fault, misplaced
 
 CPU = torch.device("cpu")
 
@@ -113,8 +113,8 @@ def test_three_bounds_are_beyond_the_bound(dtype):
         assert (share > 1).sum() == 1 and 2 < share.max() < 4
 
 
-def test_a_state_is_wrong_in_its_500th_step_alone():
-    from kvtwin.conformance.lab.patients.longflow_states import LongFlow
+def test_a_state_that_is_wrong_only_in_its_500th_step_is_found():
+    from kvtwin.conformance.lab.implementations.longflow_states import LongFlow
     from kvtwin.reference.longflow import LongFlowConfig
 
     sizes: dict[str, Any] = {
@@ -162,4 +162,4 @@ def test_the_verdict_finds_it(name, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = run.verdict_of(
         fault.method, vars(fault.provided(1)), {}, FOUND[name], tmp_path, monkeypatch, "suite/test_properties.py"
     )
-    assert found.verdict == verdict.WRONG, run.shown(found)
+    assert found.verdict == verdict.WRONG, run.summary_of(found)

@@ -14,7 +14,7 @@ import pytest
 
 from kvtwin.conformance.capabilities import Capabilities
 from kvtwin.conformance.harness import verdict
-from kvtwin.conformance.lab.patients import right, run
+from kvtwin.conformance.lab.implementations import right, run
 
 FOLDER = Path(right.__file__).parent
 #: Tests of the states that other tests do not judge, and the functions that they judge as the same objects.
@@ -47,5 +47,5 @@ def test_it_is_right(method, name, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         method, provided, declared, OF_STATES if states else OF_FUNCTIONS, tmp_path, monkeypatch,
         "suite" if states else "suite/test_properties.py", stranger=FOLDER / f"{name}.py",
     )
-    assert not run.wrong(found), run.shown(found)
-    assert found.verdict == verdict.RIGHT, run.shown(found)
+    assert not run.wrong(found), run.summary_of(found)
+    assert found.verdict == verdict.RIGHT, run.summary_of(found)

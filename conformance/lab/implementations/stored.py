@@ -80,7 +80,7 @@ FOUND = [
     Row(ending.Interpreter, "not supported in interpreter mode", "accuracy"),
     Row(results.LazyTensor, "results.Lazy, which has __torch_function__ of its own"),
     Row(results.AgreeableSlot, "results.Agreeable, which has __eq__ of its own"),
-    Row(results.DuckScore, "returns an object of kvtwin.conformance.lab.patients.exploits.results.Duck"),
+    Row(results.DuckScore, "returns an object of kvtwin.conformance.lab.implementations.exploits.results.Duck"),
     Row(results.OwnDouble, "returns a tensor with a double of its own"),
     Row(results.InTheQuery, "query after the call (an input)", "repeatability"),
     Row(results.ByVersion, "after the contents of the inputs changed, in the same memory", "repeatability"),

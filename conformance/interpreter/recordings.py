@@ -1,13 +1,13 @@
-"""Tapes: record the requests of a Triton language function to the interpreter's builder, and replay them.
+"""Record the requests of a Triton language function to the interpreter's builder, and replay them.
 
 In the interpreter, ``a + b`` calls some twenty functions. They inspect the types of both operands, convert, broadcast
 and check them, and then request the sum of two arrays from the builder. The requests depend only on the types, numbers
-and names among the arguments. So the first call records its list of requests to the builder, which is its tape. The
-next call with arguments of the same kinds replays the tape. The interpreter's own builder computes on the same arrays,
-so the results have the same bits.
+and names among the arguments. So the first call makes a recording, the list of its requests to the builder. The
+next call with arguments of the same kinds replays it. The interpreter's own builder computes on the same arrays, so the
+results have the same bits.
 
 Recording replaces each handle by a proxy (`_Watched`). The proxy detects a function that reads the handle's values
-instead of passing it on. Such a function gets no tape. Neither does one that returns anything but a tensor or None.
+instead of passing it on. Such a function gets no recording, nor does one that returns anything but a tensor or None.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .arrays import Compiler
 
 ALL = slice(None)
 FULL = object()  # in keys: the slice [:]
-MOST_TAPES = 10_000  # per function, a few kB each
-#: The functions that get tapes: language functions whose only effect is what they return or store.
+MOST_RECORDINGS = 10_000  # per function, a few kB each
+#: The functions that get recordings: language functions whose only effect is what they return or store.
 _NAMES = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__
     __rmod__ __neg__ __invert__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__ __rlshift__ __rshift__
@@ -31,14 +31,14 @@ _NAMES = """
     floor fma full join load log log2 maximum minimum mul num_programs permute program_id reshape rsqrt sqrt sqrt_rn
     store sub to trans where
 """
-TAPED = frozenset(_NAMES.split())
-OPERATORS = frozenset(name for name in TAPED if name.startswith("__")) - {"__neg__", "__invert__", "__getitem__"}
+RECORDED = frozenset(_NAMES.split())
+OPERATORS = frozenset(name for name in RECORDED if name.startswith("__")) - {"__neg__", "__invert__", "__getitem__"}
 #: Parts of the names of builder methods that may return different results for the same arguments.
 CHANGING = ("load", "store", "atomic", "program", "print", "assert", "assume", "barrier")
 
 
 class Refused(Exception):
-    """Raised for arguments that cannot be part of a tape's key."""
+    """Raised for arguments that cannot be part of a recording's key."""
 
 
 class _Data:
@@ -81,7 +81,7 @@ class Recorder:
 
     def __init__(self, builder: Any, handles: Sequence[Any]) -> None:
         self.builder = builder
-        self.seen: list[str] = []  # what the function read from handles; unless it is empty, there is no tape
+        self.seen: list[str] = []  # what the function read from handles; unless it is empty, there is no recording
         self.watched = [_Watched(handle, place, self.seen) for place, handle in enumerate(handles)]
         self.requests: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
@@ -121,18 +121,18 @@ def _holds_watched(argument: Any) -> bool:
     return any(type(value) is _Watched for value in argument)
 
 
-class Tapes:
-    """Makes versions of one interpreter's language functions that replay tapes."""
+class Recordings:
+    """Makes versions of one interpreter's language functions that replay recordings."""
 
     def __init__(self, semantic: Any, language: ModuleType, compiler: Compiler | None = None) -> None:
         self.semantic, self.tensor, self.compiler = semantic, language.core.tensor, compiler
         self.constexpr = language.core.constexpr
         self.types = (language.core.dtype, language.core.pointer_type, language.core.block_type)
-        self.known: dict[str, dict[Any, Any]] = {}  # the tapes of each function; None for a call that cannot have one
-        self.plain = False  # whether functions run without tapes, which they do while a call is recorded
+        self.known: dict[str, dict[Any, Any]] = {}  # the of each function; None for a call that cannot have one
+        self.plain = False  # whether functions run without recordings, which they do while a call is recorded
 
-    def taped(self, member: Callable[..., Any]) -> Callable[..., Any]:
-        """`member` with the interpreter's semantic. The first call with a key records a tape; later ones play it."""
+    def with_recordings(self, member: Callable[..., Any]) -> Callable[..., Any]:
+        """`member` with the interpreter's semantic. The first call with a key makes a recording; later ones play it."""
         known: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
         self.known[member.__qualname__] = known
         semantic, tensor = self.semantic, self.tensor
@@ -148,7 +148,7 @@ class Tapes:
             play = known.get(found)
             if play is not None:
                 return play(*handles)
-            if found in known or len(known) >= MOST_TAPES:
+            if found in known or len(known) >= MOST_RECORDINGS:
                 return member(*arguments, _semantic=semantic, **named)
             returned, known[found] = self.record(member, arguments, named, handles)
             return returned
@@ -188,7 +188,7 @@ class Tapes:
         return operator if member.__name__ in OPERATORS else call
 
     def key(self, arguments: Sequence[Any], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
-        """What a tape depends on in the arguments, and the handles of their tensors. Raises Refused."""
+        """What a recording depends on in the arguments, and the handles of their tensors. Raises Refused."""
         key: list[Any] = []
         handles: list[Any] = []
         tensor = self.tensor
@@ -204,7 +204,7 @@ class Tapes:
         return tuple(key), handles
 
     def _add_key(self, argument: Any, key: list[Any], handles: list[Any]) -> None:
-        """Append to key what a tape depends on in one argument. Types precede values, so that keys are unambiguous."""
+        """Append to key what a recording depends on in one argument. Types precede values: keys are unambiguous."""
         kind = type(argument)
         if kind is self.tensor:
             key.append(argument.type.name)
@@ -244,9 +244,9 @@ class Tapes:
         self, member: Callable[..., Any], arguments: Sequence[Any], named: dict[str, Any], handles: Sequence[Any],
         several: bool = False,
     ) -> tuple[Any, Callable[..., Any] | None]:  # fmt: skip
-        """The result of `member`, and its tape for handles of the same types, or None if it cannot have one.
+        """The result of `member`, and its recording for handles of the same types, or None if it cannot have one.
 
-        several: a tuple of tensors can be the result of a tape.
+        several: a tuple of tensors can be the result of a recording.
         """
         recorder = Recorder(self.semantic.builder, handles)
         watched = iter(recorder.watched[:])
@@ -264,7 +264,7 @@ class Tapes:
         result = self._unwatched(returned)
         if recorder.seen or not self._can_be_played(returned, several):
             return result, None
-        return result, self._tape(recorder, len(handles), returned)
+        return result, self._replay_of(recorder, len(handles), returned)
 
     def _can_be_played(self, returned: Any, several: bool) -> bool:
         if several and type(returned) is tuple:
@@ -281,7 +281,7 @@ class Tapes:
         made.__dict__ = {**attributes, "handle": handle}
         return made
 
-    def _tape(self, recorder: Recorder, inputs: int, returned: Any) -> Callable[..., Any]:
+    def _replay_of(self, recorder: Recorder, inputs: int, returned: Any) -> Callable[..., Any]:
         """A function of handles that replays the requests. Its list of values starts with the inputs and the constants;
         each request appends its result."""
         tensors: tuple[Any, ...] = returned if type(returned) is tuple else () if returned is None else (returned,)

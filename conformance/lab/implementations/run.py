@@ -1,4 +1,4 @@
-"""Running the suite on a patient in this process."""
+"""Running the suite on an implementation in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...interpreter import INTERPRET
 # next run would get a second copy of its classes.
 from ...judge import attribution, properties  # noqa: F401
 
-#: Of each test, at most: enough to judge each property, and few enough for many patients.
+#: Of each test, at most: enough to judge each property, and few enough for many implementations.
 EXAMPLES = 4
 
 
@@ -28,29 +28,29 @@ def verdict_of(
     method: str, provided: dict[str, Any], declared: dict[str, Any], keyword: str, folder: Path,
     monkeypatch: pytest.MonkeyPatch, file: str = "suite", *, stranger: Path | None = None,
 ) -> verdict.MethodVerdict:
-    """The verdict of the tests that match `keyword`, as for ``kvtwin verify METHOD --impl=patient --device=cpu``.
+    """The verdict of the tests that match `keyword`, as for ``kvtwin verify METHOD --impl=theirs --device=cpu``.
 
-    Patients have no kernels. So they are judged on the CPU even in a process whose kernels are compiled for a GPU.
+    Implementations have no kernels. So they are judged on the CPU, even in a process that compiles kernels for a GPU.
 
     provided: functions and states by name; declared: the arguments of `Capabilities`. Reports are written to `folder`.
     file: the path of the tests in this package. stranger: the file of an implementation that must not use kvtwin's;
     None: it may, as kvtwin's own modules may.
     """
-    module = types.ModuleType("patient")
+    module = types.ModuleType("theirs")
     if stranger is None:
-        monkeypatch.setattr(fair_play, "OWN", (*fair_play.OWN, "patient"))
+        monkeypatch.setattr(fair_play, "OWN", (*fair_play.OWN, "theirs"))
     else:
         module.__file__ = str(stranger)
     setattr(module, method, types.SimpleNamespace(**provided))
     setattr(module, "CAPABILITIES", Capabilities(**{"validates_arguments": False, **declared}))  # noqa: B010
-    monkeypatch.setitem(sys.modules, "patient", module)
+    monkeypatch.setitem(sys.modules, "theirs", module)
     monkeypatch.setenv(INTERPRET, "1")
     monkeypatch.setattr(environment, "_check_triton", lambda **_: None)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(draws, "is_quick", lambda: False)  # of this profile, only the number of examples is meant
     monkeypatch.setattr(core, "global_force_seed", None)  # the same verdict with every --hypothesis-seed
     options = __main__.parser().parse_args(
-        [method, "--impl=patient", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
+        [method, "--impl=theirs", "--device=cpu", "--jobs=1", "--hypothesis-profile=quick"]
     )
     options.required = [method]
     found: dict[str, verdict.MethodVerdict] = {}
@@ -113,6 +113,6 @@ def not_right(found: verdict.MethodVerdict) -> dict[str, str]:
     }
 
 
-def shown(found: verdict.MethodVerdict) -> dict[str, Any]:
+def summary_of(found: verdict.MethodVerdict) -> dict[str, Any]:
     """The verdict on each property, for messages of failed tests."""
     return {name: (one.verdict, one.cases, one.why, one.findings[:1]) for name, one in found.properties.items()}
