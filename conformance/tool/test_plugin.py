@@ -227,7 +227,7 @@ def test_hypothesis_profile(pytester, monkeypatch, arguments, ci, profile):
 
 RECORDED = """
 import pytest
-from hypothesis import given, strategies
+from hypothesis import example, given, strategies
 from kvtwin.conformance import stats
 
 @pytest.mark.parametrize("decisive", [{decisive}])
@@ -235,6 +235,7 @@ def test_decisions(twins, decisive):
     stats.decisions(10, decisive)
 
 @given(strategies.sampled_from([0, {decisive}, 10]))
+@example({decisive})
 def test_over_all_examples(twins, decisive):
     stats.decisions(10 if decisive == {decisive} else 0, min(decisive, 10 if decisive == {decisive} else 0))
 """
