@@ -14,12 +14,7 @@ from kvtwin.conformance.judge.bounds import Interval
 from kvtwin.conformance.judge.checkers.longflow import assert_decode_right, score_bound
 from kvtwin.conformance.judge.checkers.snapkv import assert_compress_right, assert_score_right
 from kvtwin.conformance.judge.choices import assert_eviction_right, assert_kept_right
-from kvtwin.conformance.judge.compare import (
-    JudgeError,
-    Mismatch,
-    assert_same,
-    assert_within,
-)
+from kvtwin.conformance.judge.compare import JudgeError, Mismatch, assert_same, assert_within
 from kvtwin.conformance.judge.ties import tie_classes, window_ties
 from kvtwin.conformance.tool.emulate import Machine
 from kvtwin.reference.baselines import snapkv
@@ -34,8 +29,7 @@ def keep_failures_out_of_the_tree(tmp_path, monkeypatch):
 
 def exact(values: list) -> Interval:
     """Exact scores, as intervals of width 0."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return Interval(tensor, tensor)
+    return around(values, 0.0)
 
 
 def around(values: list, error: float) -> Interval:
