@@ -50,14 +50,16 @@ class Chunk(NamedTuple):
     weight: Tensor
 
 
-def block_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
+def block_logits(
+    query: Tensor, key: Tensor, occupied: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
     """Causal logits of the tokens in the last Q slots: [B, Hq, Q, S], -inf for slots that a query does not attend to.
 
     query [B, Hq, Q, D]; key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool. The query of an unoccupied slot
     attends to nothing.
     """
     count, slots = query.shape[2], key.shape[2]
-    logit = causal_logits(query, key, occupied, scale=scale)
+    logit = causal_logits(query, key, occupied, scale=scale, softcap=softcap)
     valid = per_kv_head(occupied)[..., slots - count:]                                  # [B, 1 or Hkv, Q]
     valid = per_query_head(valid, query.shape[1]) if valid.shape[1] > 1 else valid
     return logit.masked_fill(~valid[..., None], -INF)
@@ -195,7 +197,9 @@ class BlockState(State):
         self._seen += count
 
         end = start + count
-        logit = block_logits(*self._compared(query, end), self.occupied[..., :end], scale=self.scale)
+        logit = block_logits(
+            *self._compared(query, end), self.occupied[..., :end], scale=self.scale, softcap=self.config.softcap
+        )
         weight = softmax(logit)                                                         # [B, Hq, Q, end]
         output = weighted_values(weight, self.value[:, :, :end], self.occupied[..., :end])
         rest = (0, self.config.block_size - count)                                      # slots beyond the block

@@ -44,6 +44,7 @@ class Attention:
     (0 there). value [B, Hkv, S, D], zero where unoccupied. dtype: that of the low-precision inputs. rotation: the error
     of the logits by rounded queries and keys, [B, Hq, Q, S], 0 where masked; None if they are exact. `dot` is then of
     the largest rounded queries and keys. scales: the largest factors of FP8 keys and values; None for other types.
+    softcap: that of the logits, which were `uncapped` before; both None without one.
     """
 
     logit: Tensor
@@ -54,6 +55,15 @@ class Attention:
     dtype: torch.dtype
     rotation: Tensor | None = None
     scales: tuple[float, float] | None = None
+    softcap: float | None = None
+    uncapped: Tensor | None = None
+
+    def capped(self, softcap: float | None) -> Attention:
+        """The attention by softcapped logits."""
+        if softcap is None:
+            return self
+        logit = eager.softcapped(self.logit, softcap).masked_fill(~self.seen, -torch.inf)
+        return replace(self, logit=logit, softcap=softcap, uncapped=self.logit)
 
     def before(self, end: int) -> Attention:
         """The attention of the same queries to the first `end` slots alone."""
@@ -111,7 +121,8 @@ class Attention:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None, causal: bool = False
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None, causal: bool = False,
+    softcap: float | None = None,
 ) -> Attention:
     """Exact attention of low-precision inputs: query [B, Hq, Q, D], or [B, Hq, D] for Q = 1.
 
@@ -129,4 +140,5 @@ def attend(
     else:
         logit = eager.logits(q, k, occupied, scale=factor)
     dot = eager.logits(q.abs(), k.abs(), occupied, scale=abs(factor)).masked_fill(logit == -torch.inf, 0)
-    return Attention(logit, dot, eager.zero_unoccupied(upcast(value), occupied), occupied, factor, query.dtype)
+    found = Attention(logit, dot, eager.zero_unoccupied(upcast(value), occupied), occupied, factor, query.dtype)
+    return found.capped(softcap)

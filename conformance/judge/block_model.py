@@ -92,14 +92,18 @@ class Head:
         mean: dict[int, float] = {}
         for query in group:
             logits = {
-                token.position: self.scale * math.fsum(q * k for q, k in zip(query, token.key, strict=True))
-                for token in self.tokens if token.position <= upto
+                token.position: self.logit(query, token.key) for token in self.tokens if token.position <= upto
             }
             row_max = max(logits.values())
             total = math.fsum(math.exp(logit - row_max) for logit in logits.values())
             for position, logit in logits.items():
                 mean[position] = mean.get(position, 0.0) + math.exp(logit - row_max) / total / len(group)
         return mean
+
+    def logit(self, query: Vector, key: Vector) -> float:
+        """The logit of a query and a key."""
+        product, cap = self.scale * math.fsum(q * k for q, k in zip(query, key, strict=True)), self.config.softcap
+        return product if cap is None else cap * math.tanh(product / cap)
 
     def _victims(self) -> list[Token]:
         """The tokens to evict. sorted() is stable, so equal tokens remain in slot order."""

@@ -124,6 +124,11 @@ def scale_of(state: Any) -> float | None:
     return getattr(state.config, "scale", None)
 
 
+def softcap_of(state: Any) -> float | None:
+    """The softcap of a state's logits; None: they have none."""
+    return getattr(state.config, "softcap", None)
+
+
 class Lockstep:
     """Drives two states together. `reference` is the reference module's state; it gets float64 copies of the inputs."""
 

@@ -115,6 +115,10 @@ BLOCKS = (
     *(variant(f"blocks-of-{size}", {"block_size": size}, **ONE, budget=50, prompt=2 * size, steps=3)
       for size in (35, 36)),
     variant("budget-of-1", budget=1, steps=4),
+    # Of logits below, about and far beyond it.
+    variant("softcapped-logits", {"softcap": 2.0}, turns=((2, 9),), scale=1.0, long=False),
+    variant("softcapped-logits-in-one-block", {"softcap": 1.5, "block_size": 32}, scale=-4.0, padding="random",
+            dtype=torch.bfloat16),
     # The last block has one token, less than a window of queries.
     variant("whole-prompts", {"block_size": 3}, prompt=13, steps=8, turns=((2, 5),), padding="none", whole=True),
     variant("whole-padded-prompts", {"block_size": 4}, prompt=13, steps=8, turns=((1, 6),), whole=True),
@@ -128,6 +132,7 @@ BLOCKS = (
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
     variant("interval", {"interval": 4, "block_size": 5}, steps=12),
+    variant("softcapped-logits-at-intervals", {"interval": 3, "block_size": 5, "softcap": 2.0}, steps=12, scale=1.0),
     variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),), long=False),
     variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
 )

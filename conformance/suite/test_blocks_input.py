@@ -206,6 +206,8 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("block_size", (0, -3), ValueError, "block_size must be at least 1"),
     ("scale", ("1", True, 1j), TypeError, "scale must be a float or None"),
     ("scale", (float("nan"), float("inf"), 1e39, 10**400), ValueError, "scale must be finite"),
+    ("softcap", ("2", True, 1j), TypeError, "softcap must be a float or None"),
+    ("softcap", (0, 0.99, -2.0, float("nan"), float("inf"), 2**20 + 1), ValueError, "softcap must be from 1 to"),
 ]
 
 

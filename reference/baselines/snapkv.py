@@ -136,7 +136,9 @@ class SnapKVState(BlockState):
         positions = chunk.positions.where(chunk.valid, -1)                                # [B, Q]
         self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -observers:])
 
-        logit = logits(self._window_query, self.key, self.occupied, scale=self.scale)   # [B, Hq, W, S]
+        logit = logits(                                                                 # [B, Hq, W, S]
+            self._window_query, self.key, self.occupied, scale=self.scale, softcap=self.config.softcap
+        )
         future = self.positions[:, :, None] > self._window_positions[:, None, :, None]  # [B, Hkv, W, S]
         future = future.repeat_interleave(self.sizes.group, dim=1)
         weight = softmax(logit.masked_fill(future, -INF))

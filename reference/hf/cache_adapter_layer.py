@@ -74,6 +74,11 @@ class StateLayer(CacheLayerMixin):
             self._config, self._made = config, {}
 
     @property
+    def takes(self) -> tuple[str, ...]:
+        """The arguments of an attention function that change logits and that the State supports."""
+        return ("softcap",) if hasattr(self._config, "softcap") else ()
+
+    @property
     def counted(self) -> Tensor | None:
         """The number of tokens as a tensor [1] on the device, in a compiled pass after the first; None in others."""
         on_device = torch.compiler.is_compiling() and self.is_compileable and self._begun
@@ -112,18 +117,19 @@ class StateLayer(CacheLayerMixin):
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None,
-        position_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, **changes: Any,
     ) -> Tensor:
         """Attention of the new tokens, to themselves and the cached tokens: [B, Q, Hq, D].
 
-        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask, scaling and position_ids as
-        passed to the attention function. ValueError or NotImplementedError as described in `StateCache`.
+        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask, scaling, position_ids and
+        `changes` of the logits (those of `takes`) as passed to the attention function. ValueError or
+        NotImplementedError as described in `StateCache`.
         """
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
         compiled = self.is_compileable and torch.compiler.is_compiling()
         seen = self._seen - self._pending if not compiled else None if self._begun else 0
-        self._make_state(query, key, scaling, seen)
+        self._make_state(query, key, {"scaling": scaling, **changes}, seen)
         spec = masks.spec_of(mask, self._mask)
         own = self._mask if seen is not None or self._covered else None
         occupied = masks.new_tokens(spec, own, key, seen, self.counted)
@@ -167,23 +173,24 @@ class StateLayer(CacheLayerMixin):
         outputs: list[Tensor] = [self.state.step(*token) for token in tokens]
         return outputs[0][:, :, None] if len(outputs) == 1 else torch.stack(outputs, dim=2)
 
-    def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int | None) -> None:
+    def _make_state(self, query: Tensor, key: Tensor, given: dict[str, Any], seen: int | None) -> None:
         """Create a state for these tokens, unless the current one fits. ValueError if that one holds tokens."""
         sizes = {
             "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
             "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device,
         }
-        wanted = {"scaling": scaling, **sizes}
+        wanted = {**given, **sizes}
         if wanted == self._made:
             return
         if seen != 0:
-            changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
-                       if wanted[name] != self._made[name]]
+            changed = [f"{name} {self._made.get(name)}, now {wanted.get(name)}" for name in {**self._made, **wanted}
+                       if wanted.get(name) != self._made.get(name)]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
-        self.state, self._made = self._new_state(scaling, **sizes), wanted
+        self.state, self._made = self._new_state(**wanted), wanted
 
-    def _new_state(self, scaling: Any, **sizes: Any) -> Any:
-        state = self._state_class(replace(self._config, scale=scaling), **sizes)
+    def _new_state(self, scaling: Any, softcap: float | None = None, **sizes: Any) -> Any:
+        changes: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+        state = self._state_class(replace(self._config, scale=scaling, **changes), **sizes)
         if self.is_compileable and not torch.compiler.is_compiling():
             for tensor in state._tensors():             # otherwise a compiler makes no CUDA graphs of steps
                 torch._dynamo.mark_static_address(tensor)

@@ -33,14 +33,14 @@ from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
 
 CASES = (WindowCase, *blocks.ATTEND_CASES)
-DEFAULTS = {"window": 32, "kernel_size": 5, "interval": 1, "block_size": 128, "scale": None}
+DEFAULTS = {"window": 32, "kernel_size": 5, "interval": 1, "block_size": 128, "softcap": None, "scale": None}
 SAME = ("kernel_size",)
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 #: Compresses after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"interval": 3, "block_size": 5},)
 GROUPINGS = ({"interval": 3},)
 #: In blocks, not as a whole prompt.
-COMPILED = ({"block_size": 2},)
+COMPILED = ({"softcap": 2.0}, {"block_size": 2})
 SCORES_WHEN_DUE = True
 
 
@@ -219,7 +219,7 @@ def window_attention(chunk: Chunk) -> Attention:
     return Attention(
         logit, dot.masked_fill(logit == -torch.inf, 0), eager.zero_unoccupied(before["value"], occupied), occupied,
         state.scale, chunk.dtype,
-    )
+    ).capped(state.config.softcap)
 
 
 class Model(block_model.Head):

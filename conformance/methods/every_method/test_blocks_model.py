@@ -40,6 +40,7 @@ class TokenLists(RuleBasedStateMachine):
     @initialize(data=st.data(), seed=st.integers(0, 2**32 - 1))
     def start(self, data: st.DataObject, seed: int) -> None:
         options = data.draw(checkers.ask(self.pair.name, "configs", None)(5, 4))
+        options["softcap"] = data.draw(st.sampled_from((None, 1.5)))
         self.generator = torch.Generator().manual_seed(seed)
         self.both = lockstep.pair(
             self.pair.name, self.tested, config=options, batch=BATCH, query_heads=QUERY_HEADS, key_value_heads=HEADS,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ..launch import SMALL_TILES
-from ..numerics import dot, multiply, round_output, round_to
+from ..numerics import dot, round_output, round_to, scaled_logit
 from ..paged_rows import offset, tile
 from ..scratch import is_last
 from ..softmax import merge_outputs, weigh_tile
@@ -43,12 +43,12 @@ _COMPARED = tl.constexpr(1 if SMALL_TILES else 64)
 
 @triton.jit
 def _tile(
-    q, k, v, acc, row_max, weight_sum, logits, s, inside, scale,
+    q, k, v, acc, row_max, weight_sum, logits, s, inside, scale, softcap,
     GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr,
 ):
     """One tile of an online softmax: ROWS queries times k [BLOCK, D]. KEEP: store the logits of GROUP_PAD queries."""
     row = tl.arange(0, ROWS)
-    logit = multiply(dot(q, tl.trans(k)), scale)                       # [ROWS, BLOCK]
+    logit = scaled_logit(dot(q, tl.trans(k)), scale, softcap)          # [ROWS, BLOCK]
     valid = (row < GROUP_PAD)[:, None]
     if MASKED:
         logit = tl.where(inside[None, :], logit, float("-inf"))
@@ -63,7 +63,7 @@ def _tile(
 
 @triton.jit
 def _attend_share(
-    q, key, value, new_key, new_value, logits, scale, begin, end, budget, arrives, new_key_d, new_value_d,
+    q, key, value, new_key, new_value, logits, scale, softcap, begin, end, budget, arrives, new_key_d, new_value_d,
     pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
     GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, PAGE: tl.constexpr,
@@ -93,7 +93,8 @@ def _attend_share(
             k = tl.load(keys + at, mask=in_head, other=0.0)
             v = tl.load(values + at, mask=in_head, other=0.0)
         acc, row_max, weight_sum = _tile(
-            q, k, v, acc, row_max, weight_sum, logits, start + i, i < BLOCK, scale, GROUP_PAD, ROWS, False, KEEP
+            q, k, v, acc, row_max, weight_sum, logits, start + i, i < BLOCK, scale, softcap, GROUP_PAD, ROWS, False,
+            KEEP,
         )
     if whole < end:
         inside = whole + i < end
@@ -108,7 +109,8 @@ def _attend_share(
             k = tl.load(keys + at, mask=inside[:, None] & in_head, other=0.0)
             v = tl.load(values + at, mask=inside[:, None] & in_head, other=0.0)
         acc, row_max, weight_sum = _tile(
-            q, k, v, acc, row_max, weight_sum, logits, whole + i, inside, scale, GROUP_PAD, ROWS, True, KEEP
+            q, k, v, acc, row_max, weight_sum, logits, whole + i, inside, scale, softcap, GROUP_PAD, ROWS, True,
+            KEEP,
         )
     if arrives:
         # In a tile of its own, so that a duplicate of the new token gets a bitwise-equal logit.
@@ -116,7 +118,8 @@ def _attend_share(
         k = tl.load(new_key + i[:, None] * 0 + d[None, :] * new_key_d, mask=first, other=0.0)
         v = tl.load(new_value + i[:, None] * 0 + d[None, :] * new_value_d, mask=first, other=0.0)
         acc, row_max, weight_sum = _tile(
-            q, k, v, acc, row_max, weight_sum, logits, budget + i, i == 0, scale, GROUP_PAD, ROWS, True, KEEP
+            q, k, v, acc, row_max, weight_sum, logits, budget + i, i == 0, scale, softcap, GROUP_PAD, ROWS, True,
+            KEEP,
         )
     return acc, row_max, weight_sum
 
@@ -226,7 +229,8 @@ _SIZES = [
 def step_kernel(
     query, new_key, new_value, key, value, occupied, positions, score, token_index, carried, valid_seen, seen,
     output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters, counts, ranks, window_query,
-    window_positions, scale, alpha, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
+    window_positions, scale, softcap, alpha, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset,
+    observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     pages, pages_b, pages_s, key_p, key_h, key_s, key_d, value_p, value_h, value_s, value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -265,7 +269,8 @@ def step_kernel(
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
     begin = split * share * BLOCK
     acc, row_max, weight_sum = _attend_share(
-        q, key, value, new_key, new_value, logits, scale, begin, tl.minimum(begin + share * BLOCK, tokens), budget,
+        q, key, value, new_key, new_value, logits, scale, softcap, begin, tl.minimum(begin + share * BLOCK, tokens),
+        budget,
         split == splits - 1, new_key_d, new_value_d,
         pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
         GROUP_PAD, HEAD_DIM, D_PAD, ROWS, BLOCK, RULE < RANDOM and RULE != NOTHING, PAGE,

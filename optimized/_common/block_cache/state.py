@@ -156,8 +156,8 @@ class BlockState(State):
             "token_index": self._token_index, "carried": self._carried if self._rule in CARRYING else None,
             "valid_seen": self._valid_seen, "seen": self._seen, **self._scratch._asdict(), "counts": self._counts,
             "ranks": self._ranks, "window_query": window_query, "window_positions": window_positions,
-            "scale": self.scale, "budget": self.config.capacity, "rule": self._rule, "sinks": policy.sinks,
-            "recent": policy.recent, "offset": policy.offset, "alpha": policy.alpha,
+            "scale": self.scale, "softcap": self.config.softcap, "budget": self.config.capacity, "rule": self._rule,
+            "sinks": policy.sinks, "recent": policy.recent, "offset": policy.offset, "alpha": policy.alpha,
         })
 
     @property
@@ -189,7 +189,8 @@ class BlockState(State):
         padded = occupied is not None
         occupied = self._check_prompt(query, key, value, occupied)
         self._check_empty(", or append_block()")
-        whole = self._library_attends and occupied.shape[1] <= self.config.block_size
+        # PyTorch's kernels have no softcap.
+        whole = self._library_attends and occupied.shape[1] <= self.config.block_size and self.config.softcap is None
         if whole and not padded and (output := self._take_prompt(query, key, value, occupied)) is not None:
             return output
         self._prompt_kernel = library_kernel(query, key, value, self.scale) if whole else OWN
@@ -309,7 +310,7 @@ class BlockState(State):
         compared, keys = self._compared(query, valid, end)
         output, softmax_parts = attend(
             compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale, self._counters,
-            output=output,
+            output=output, softcap=self.config.softcap,
         )
         if early:
             graph.join(side)

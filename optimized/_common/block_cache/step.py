@@ -22,7 +22,7 @@ from ..launch import (
     padded_slots,
     split_slots,
 )
-from ..numerics import LOG2_E
+from ..numerics import logit_factors
 from ..operation import operation
 from .decode_kernels import finish_kernel, step_kernel
 from .score_kernels import ACTIVATE, AGE, APPEND, NEWEST, NOTHING, RANDOM, RENEW, SUM
@@ -120,7 +120,7 @@ def step(
     score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
-    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
+    scale: float, softcap: float | None, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
     block_table: Tensor | None = None,
 ) -> Tensor:
     """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
@@ -170,9 +170,9 @@ def step(
     with on_device_of(key):
         step_kernel[(batch_heads * plan.splits,)](
             query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
-            *grown, *window, scale * LOG2_E.value, alpha, budget, slots // unit, padded, plan.share, plan.splits,
-            *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(), *strides, block_table,
-            *page_strides, **attends, ROWS=group_rows(group, query.dtype), BLOCK=plan.block,
+            *grown, *window, *logit_factors(scale, softcap), alpha, budget, slots // unit, padded, plan.share,
+            plan.splits, *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(), *strides,
+            block_table, *page_strides, **attends, ROWS=group_rows(group, query.dtype), BLOCK=plan.block,
             CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad), PAGE=key.shape[2] if paged else 0,
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
