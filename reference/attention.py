@@ -97,10 +97,24 @@ def _logits(
     return product if query.dim() == 4 else product[:, :, 0]
 
 
-def softmax(logit: Tensor) -> Tensor:
-    """Softmax over the last dimension; a row that is all -inf (no occupied slot) gives zeros instead of NaN."""
+def softmax(logit: Tensor, sink_logits: Tensor | None = None) -> Tensor:
+    """Softmax over the last dimension; a row that is all -inf (no occupied slot) gives zeros instead of NaN.
+
+    sink_logits [Hq], for logit [B, Hq, Q, S]: of each query head's attention sink, a further logit in the denominator.
+    The weights then sum to less than 1.
+    """
+    if sink_logits is not None:
+        return softmax(with_sinks(logit, sink_logits))[..., :-1]
     empty = (logit == -INF).all(-1, keepdim=True)
     return logit.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+
+
+def with_sinks(logit: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """logit [B, Hq, ..., S] with those of the sinks, [Hq], as a last slot, if there are any: [B, Hq, ..., S + 1]."""
+    if sink_logits is None:
+        return logit
+    sinks = sink_logits.to(logit.dtype).view(-1, *[1] * (logit.dim() - 2))
+    return torch.cat([logit, sinks.expand(*logit.shape[:-1], 1)], -1)
 
 
 def attention_weights(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:

@@ -76,9 +76,9 @@ class Arithmetic:
 
     def rises(self, attention: Attention) -> Tensor:
         """R: how often a running maximum can rise after a slot was added, [B, Hq, Q, 1]: once per later block,
-        once more where splits are combined, and at most as often as there are slots."""
+        once more where splits are combined, and at most as often as there are slots and sinks."""
         blocks = math.ceil(attention.logit.shape[-1] / self.block) + 1
-        return attention.count.clamp_max(blocks)
+        return (attention.count + attention.sinks).clamp_max(blocks)
 
 
 def arithmetic(dtype: torch.dtype, *, weight_dtype: torch.dtype | None = None, block: int = 16) -> Arithmetic:
@@ -161,7 +161,7 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> WeightError:
         down_j = -tau_j - log(a_j e^-tau_j + sum_{i != j} a_i e^tau_i)  - g,   g = gamma(n + 1) + DIVISION
 
     as errors of log a_j. This covers both the largest and the average delta: a single dominant token has the error g
-    only. No weight exceeds e^g.
+    only. An attention sink is one more term of the sums, of which the logit is exact. No weight exceeds e^g.
     """
     weight, seen = attention.weight, attention.seen
     tau = logit_error(attention, allowed) + (1 + allowed.rises(attention)) * (EXP + UNIT) * SLACK
@@ -169,9 +169,15 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> WeightError:
     tau = tau.masked_fill(~seen, 0).clamp_max(300)
     grown, shrunk = weight * tau.exp(), weight * (-tau).exp()
     least, most = shrunk.sum(-1, keepdim=True), grown.sum(-1, keepdim=True)
+    if attention.sink_logits is not None:
+        sink = eager.with_sinks(attention.logit, attention.sink_logits)[..., -1:]
+        off = 4 * UNIT * (sink.abs() + attention.row_max.abs())
+        off = (off + (1 + allowed.rises(attention)) * (EXP + UNIT) * SLACK).clamp_max(300)
+        share = (sink - attention.lse).exp()
+        least, most = least + share * (-off).exp(), most + share * off.exp()
     # An empty row gets 1.
     least, most = (total.masked_fill(total == 0, 1) for total in (least, most))
-    last = (gamma(attention.count + 1) + DIVISION) * SLACK
+    last = (gamma(attention.count + 1 + attention.sinks) + DIVISION) * SLACK
     up = tau - (least - shrunk + grown).log() + last
     down = -tau - (most - grown + shrunk).log() - last
     high = torch.minimum(weight * up.exp(), last.exp())

@@ -148,6 +148,20 @@ def test_softcapped_logits(dtype, machine, scale):
             assert used >= 0.01
 
 
+@pytest.mark.parametrize(("dtype", "machine"), MACHINE_CASES, ids=str)
+def test_attention_sinks(dtype, machine):
+    """Sound and tight with a sink that takes nothing, a share, or nearly everything."""
+    case = DecodeCase(batch=64, slots=16, group=3, dtype=dtype, seed=6)
+    sinks = torch.tensor([-30.0, 0.5, 12.0])
+    exact = oracle.attend(case.query, case.key, case.value, case.occupied, sink_logits=sinks)
+    keys, values = (per_query_head(tensor, 3).float() for tensor in (case.key, case.value))
+    logit = machine.logits(case.query, keys, exact.seen[:, :, 0], case.factor)
+    first = (sinks * math.log2(math.e)).view(1, 3, 1).expand(64, 3, 1)
+    _, total, acc = machine.softmax(torch.cat([first, logit], -1), torch.nn.functional.pad(values, (0, 0, 1, 0)))
+    got = machine.divided(acc, total).to(dtype)[:, :, None]
+    assert assert_within(got, exact.output, bounds.output_error(exact, allowed_for(machine, dtype)), what="o") >= 0.01
+
+
 # --- tight: on ordinary data ---------------------------------------------------------------------------------------
 
 SMALL = [(1, 4), (1, 16), (2, 8), (4, 16)]

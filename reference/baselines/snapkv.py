@@ -141,7 +141,7 @@ class SnapKVState(BlockState):
         )
         future = self.positions[:, :, None] > self._window_positions[:, None, :, None]  # [B, Hkv, W, S]
         future = future.repeat_interleave(self.sizes.group, dim=1)
-        weight = softmax(logit.masked_fill(future, -INF))
+        weight = softmax(logit.masked_fill(future, -INF), self.sink_logits)
         observing = (self._window_positions >= 0).sum(-1).clamp_min(1)[:, None, None]
         received = sum_in_order(group_mean(weight, heads), 2) / observing               # [B, Hkv, S]
 

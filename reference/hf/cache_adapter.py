@@ -76,13 +76,13 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function "kvtwin": query [B, Hq, Q, D] and the key and value of `update` -> output [B, Q, Hq, D].
 
-    Layers with a stock cache run transformers' sdpa attention, or, with a softcap, the model's eager attention.
+    Layers with a stock cache run transformers' sdpa attention, or, with a softcap or sinks, the model's own.
     NotImplementedError for arguments that neither supports.
     """
     owner = getattr(key, OWNER, None)
     changes = {name: kwargs[name] for name in _CHANGES_LOGITS if kwargs.get(name) is not None}
     for name in changes:
-        if name not in (("softcap",) if owner is None else owner().takes):
+        if name not in (("softcap", "s_aux") if owner is None else owner().takes):
             by = repr(NAME) if owner is None else f"a {owner()._state_class.__name__}"
             raise NotImplementedError(_NO_CHANGE.format(type(module).__name__, name, by))
     if owner is not None:
@@ -111,7 +111,8 @@ def _eager(
     """The model's own attention for changed logits, which transformers' sdpa attention would ignore: [B, Q, Hq, D]."""
     attend = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if attend is None:
-        raise NotImplementedError(_NO_CHANGE.format(type(module).__name__, "softcap", repr(NAME)))
+        changes = " and ".join(name for name in _CHANGES_LOGITS if kwargs.get(name) is not None)
+        raise NotImplementedError(_NO_CHANGE.format(type(module).__name__, changes, repr(NAME)))
     if isinstance(mask, MaskSpec):
         mask = mask.additive(query.dtype)
     elif isinstance(mask, Tensor) and mask.dtype == torch.bool:
@@ -158,9 +159,9 @@ class StateCache(Rewindable):
     TypeError or ValueError for invalid arguments. While the model runs: RuntimeError if its attention function is not
     "kvtwin", or after an interrupted forward pass until `reset`. ValueError for masks of the wrong length, outside of
     torch.no_grad(), for tokens that transformers passes again, and for padding after the first pass if the State has no
-    `append_block`. NotImplementedError for attention that the methods do not define (sinks, position bias, masks that
-    are not causal, KV sharing between layers, differential and multi-head latent attention, dropout, and softcapped
-    logits unless the State takes blocks) and for output_attentions. In compiled or captured graphs, checks of mask
+    `append_block`. NotImplementedError for attention that the methods do not define (position bias, masks that are not
+    causal, KV sharing between layers, differential and multi-head latent attention, dropout; softcapped logits and
+    sinks unless the State takes blocks) and for output_attentions. In compiled or captured graphs, checks of mask
     elements are assertions on the device (`masks.require`).
     """
 

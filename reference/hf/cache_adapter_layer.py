@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -35,6 +36,8 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = False
         self.state: Any = None
         self._config, self._state_class = config, state_class
+        self._takes_sinks = "sink_logits" in signature(state_class).parameters
+        self._sinks: Tensor | None = None   # the model's parameter
         self._given = self._mask = attention_mask       # the latter in the rows that the layer has now
         self._made: dict[str, Any] = {}     # the arguments of the state
         self._seen = 0                      # tokens, counted on the host to avoid a synchronization
@@ -76,7 +79,7 @@ class StateLayer(CacheLayerMixin):
     @property
     def takes(self) -> tuple[str, ...]:
         """The arguments of an attention function that change logits and that the State supports."""
-        return ("softcap",) if hasattr(self._config, "softcap") else ()
+        return ("softcap",) * hasattr(self._config, "softcap") + ("s_aux",) * self._takes_sinks
 
     @property
     def counted(self) -> Tensor | None:
@@ -129,7 +132,7 @@ class StateLayer(CacheLayerMixin):
             raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
         compiled = self.is_compileable and torch.compiler.is_compiling()
         seen = self._seen - self._pending if not compiled else None if self._begun else 0
-        self._make_state(query, key, {"scaling": scaling, **changes}, seen)
+        self._make_state(query, key, changes.pop("s_aux", None), {"scaling": scaling, **changes}, seen)
         spec = masks.spec_of(mask, self._mask)
         own = self._mask if seen is not None or self._covered else None
         occupied = masks.new_tokens(spec, own, key, seen, self.counted)
@@ -173,13 +176,19 @@ class StateLayer(CacheLayerMixin):
         outputs: list[Tensor] = [self.state.step(*token) for token in tokens]
         return outputs[0][:, :, None] if len(outputs) == 1 else torch.stack(outputs, dim=2)
 
-    def _make_state(self, query: Tensor, key: Tensor, given: dict[str, Any], seen: int | None) -> None:
+    def _make_state(
+        self, query: Tensor, key: Tensor, sinks: Tensor | None, given: dict[str, Any], seen: int | None
+    ) -> None:
         """Create a state for these tokens, unless the current one fits. ValueError if that one holds tokens."""
         sizes = {
             "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
             "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device,
         }
-        wanted = {**given, **sizes}
+        wanted = {**given, "sinks": sinks is not None, **sizes}
+        if sinks is not self._sinks and not torch.compiler.is_compiling():
+            self._sinks = sinks             # of the same module: a tensor in place of the one before
+            if self.state is not None and sinks is not None:
+                self.state.sink_logits = sinks.detach()
         if wanted == self._made:
             return
         if seen != 0:
@@ -188,8 +197,10 @@ class StateLayer(CacheLayerMixin):
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
         self.state, self._made = self._new_state(**wanted), wanted
 
-    def _new_state(self, scaling: Any, softcap: float | None = None, **sizes: Any) -> Any:
+    def _new_state(self, scaling: Any, sinks: bool, softcap: float | None = None, **sizes: Any) -> Any:
         changes: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+        if sinks:
+            sizes["sink_logits"] = self._sinks
         state = self._state_class(replace(self._config, scale=scaling, **changes), **sizes)
         if self.is_compileable and not torch.compiler.is_compiling():
             for tensor in state._tensors():             # otherwise a compiler makes no CUDA graphs of steps

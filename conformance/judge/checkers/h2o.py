@@ -35,7 +35,7 @@ VARIANTS = (
     variant("all-but-one-protected", {"recent": 3, "sinks": 2, "interval": 2}, steps=9),
 )
 GROUPINGS = ({"interval": 3},)
-COMPILED = ({"softcap": 2.0},)
+COMPILED = ({"softcap": 2.0, "sink_logits": True},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "half of it recent": {"budget": 6, "block_size": 4},

@@ -169,9 +169,9 @@ class Adapter(blocks.Adapter):
         query = before["query"].masked_fill(~before["valid"][:, None, :, None], 0)
         key = before["key"][:, :, :end].masked_fill(~occupied[..., None], 0)
         q, k = rotated(query, own, inv_freq, chunk.dtype), rotated(key, place, inv_freq, chunk.dtype)
-        scale, softcap = lockstep.scale_of(chunk.reference), lockstep.softcap_of(chunk.reference)
+        scale, changes = lockstep.scale_of(chunk.reference), lockstep.changes_of(chunk.reference)
         exact = attend(
-            q.exact, k.exact, before["value"][:, :, :end], occupied, scale=scale, causal=True, softcap=softcap
+            q.exact, k.exact, before["value"][:, :, :end], occupied, scale=scale, causal=True, **changes
         )
         most = attend(
             q.exact.abs() + q.error, k.exact.abs() + k.error, before["value"][:, :, :end], occupied, scale=scale,

@@ -35,10 +35,11 @@ WINDOWS = ("cohere2", "gemma3_text", "olmo3")
 #: The same, with logits that are changed in both layers.
 CAPPED: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 1, "tie_word_embeddings": False},
+    "gpt_oss": {},
 }
 FAMILIES = [name for name in (
     "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "ctrl", "ernie4_5", "flex_olmo", "gemma", "gemma2",
-    "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "helium", "hunyuan_v1_dense",
+    "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense",
     "lfm2", "llama", "mellum", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "opt", "persimmon", "phi",
     "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", *WINDOWS,
 ) if name in MODELS]
@@ -94,8 +95,23 @@ def test_changed_logits_are_those_of_eager_attention(family, side, device):
     expected = generate(model, inputs, 8).tolist()
     assert found == [expected, expected]
     for layer in model.model.layers:
+        if family == "gpt_oss":
+            layer.self_attn.sinks.data.fill_(-torch.inf)
         layer.self_attn.attn_logit_softcapping = None
     assert generate(model, inputs, 8).tolist() != expected
+
+
+def test_sinks_are_those_that_the_model_has_now(device):
+    """A cache keeps no copy: weights change in place, or others take their place."""
+    model, inputs = made("gpt_oss", device), prompts(13, [0, 5], device)
+    used, found = cache("reference", model, budget=20), []
+    for layer in (None, model.model.layers[1].self_attn):
+        if layer is not None:
+            layer.sinks = torch.nn.Parameter(layer.sinks + 30)
+        fresh = cache("reference", model, budget=20)
+        found.append([generate(model, inputs, 8, past_key_values=one).tolist() for one in (used, fresh)])
+        used.reset()
+    assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
 
 
 @pytest.mark.kind("bad_input")

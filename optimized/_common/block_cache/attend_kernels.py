@@ -29,6 +29,7 @@ from ..numerics import (
     scaled_logit,
 )
 from ..scratch import is_last
+from ..softmax import begin as begin_softmax
 from ..softmax import divide, merge_outputs, merge_sums, weigh
 
 _SIZES = [
@@ -145,7 +146,7 @@ def _merge_splits(
 @triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, *_SCALES, "splits", "split_tiles"])
 def attention_kernel(
     query, key, value, key_scale, value_scale, occupied, query_positions, positions, counts, output, softmax_parts,
-    partial, row_maxima, weight_sums, completion_counters, scale, softcap,
+    partial, row_maxima, weight_sums, completion_counters, sink_logits, scale, softcap,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, value_scale_h, splits, split_tiles,
@@ -196,8 +197,7 @@ def attention_kernel(
         query + ((row % GROUP).to(tl.int64)[:, None] * query_h + i[:, None] * query_q) * UNIT + d[None, :] * query_d,
         mask=attends[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
     )
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([ROWS], tl.float32)
+    row_max, weight_sum = begin_softmax(sink_logits, head, valid & (split == 0), ROWS)
     acc = tl.zeros([ROWS, D_PAD if OUTPUT else 16], tl.float32)
     begin = 0
     if SPLITS > 1:

@@ -7,9 +7,10 @@ programs. Until the new token has a slot, it is read from the caller's tensors; 
 
 Buffers are as in `evict_kernels.py`; the slots per row are divided by UNIT, which tells the compiler the alignment.
 With GROWS, `budget` is the most tokens that a head may hold before this one and `counts` is how many it holds; the new
-token takes the next slot, and the caller evicts, with rules that need logits by the `ranks` that they store. Scratch is
-indexed by batch_head or by query head; logits [batch_heads, padded, GROUP_PAD] are in base 2. With PAGE > 0, keys and
-values lie in pages of PAGE slots: see `paged_rows.py`. Otherwise what describes pages is None.
+token takes the next slot, and the caller evicts, with rules that need logits by the `ranks` that they store.
+sink_logits: see `softmax.begin`. Scratch is indexed by batch_head or by query head; logits [batch_heads, padded,
+GROUP_PAD] are in base 2. With PAGE > 0, keys and values lie in pages of PAGE slots: see `paged_rows.py`. Otherwise what
+describes pages is None.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..launch import SMALL_TILES
 from ..numerics import dot, round_output, round_to, scaled_logit
 from ..paged_rows import offset, tile
 from ..scratch import is_last
+from ..softmax import begin as begin_softmax
 from ..softmax import merge_outputs, weigh_tile
 from .score_kernels import (
     ACTIVATE,
@@ -63,8 +65,8 @@ def _tile(
 
 @triton.jit
 def _attend_share(
-    q, key, value, new_key, new_value, logits, scale, softcap, begin, end, budget, arrives, new_key_d, new_value_d,
-    pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
+    q, row_max, weight_sum, key, value, new_key, new_value, logits, scale, softcap, begin, end, budget, arrives,
+    new_key_d, new_value_d, pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
     GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, PAGE: tl.constexpr,
 ):
@@ -74,8 +76,6 @@ def _attend_share(
     in_head = (d < HEAD_DIM)[None, :]
     # One pointer per tile plus constant offsets: 64-bit pointers per element would fill the registers.
     at = i[:, None] * HEAD_DIM + d[None, :]
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, D_PAD], 0.0, tl.float32)
     whole = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
     for start in range(begin, whole, BLOCK):
@@ -229,8 +229,8 @@ _SIZES = [
 def step_kernel(
     query, new_key, new_value, key, value, occupied, positions, score, token_index, carried, valid_seen, seen,
     output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters, counts, ranks, window_query,
-    window_positions, scale, softcap, alpha, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset,
-    observers,
+    window_positions, sink_logits, scale, softcap, alpha, budget, slots, padded, share, splits, heads, rows, sinks,
+    recent, offset, observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     pages, pages_b, pages_s, key_p, key_h, key_s, key_d, value_p, value_h, value_s, value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -268,9 +268,10 @@ def step_kernel(
     head = (k_head * GROUP + row)[:, None]
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
     begin = split * share * BLOCK
+    row_max, weight_sum = begin_softmax(sink_logits, k_head * GROUP + row, (row < GROUP) & (split == 0), ROWS)
     acc, row_max, weight_sum = _attend_share(
-        q, key, value, new_key, new_value, logits, scale, softcap, begin, tl.minimum(begin + share * BLOCK, tokens),
-        budget,
+        q, row_max, weight_sum, key, value, new_key, new_value, logits, scale, softcap, begin,
+        tl.minimum(begin + share * BLOCK, tokens), budget,
         split == splits - 1, new_key_d, new_value_d,
         pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
         GROUP_PAD, HEAD_DIM, D_PAD, ROWS, BLOCK, RULE < RANDOM and RULE != NOTHING, PAGE,

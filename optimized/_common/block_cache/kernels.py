@@ -61,14 +61,14 @@ def codes(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float,
     completion_counters: Tensor | None = None, stored: Stored = PLAIN, output: Tensor | None = None,
-    softcap: float | None = None,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> Attended:
     """Attention of the queries of the last Q slots, causal among themselves.
 
     query [B, Hq, Q, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. The query of an
     unoccupied slot attends to nothing: its output is 0. completion_counters: zeros, at least `counters_of`, by default
     allocated. FP8 keys and values: their codes as uint8, and `stored`. output: where to store the output, contiguous,
-    without FP8. softcap: see `kvtwin.reference.attention.softcapped`.
+    without FP8. softcap: see `kvtwin.reference.attention.softcapped`. sink_logits [Hq], contiguous: of attention sinks.
     """
     fp8, *scales = stored
     if output is not None:
@@ -77,8 +77,12 @@ def attend(
                 f"output must be contiguous, {tuple(query.shape)} {query.dtype}, without FP8, got "
                 f"{tuple(output.shape)} {output.dtype}"
             )
-        return Attended(output, _attend_into(query, key, value, occupied, output, completion_counters, scale, softcap))
-    return Attended(*_attend(query, key, value, *scales, occupied, scale, softcap, completion_counters, fp8))
+        return Attended(output, _attend_into(
+            query, key, value, occupied, output, completion_counters, sink_logits, scale, softcap
+        ))
+    return Attended(*_attend(
+        query, key, value, *scales, occupied, sink_logits, scale, softcap, completion_counters, fp8
+    ))
 
 
 def received(
@@ -203,14 +207,15 @@ def scale_stride(scale: Tensor | None) -> int | None:
 @operation("kvtwin::block_attend", mutates_args=("completion_counters",))
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, occupied: Tensor,
-    scale: float, softcap: float | None, completion_counters: Tensor | None, fp8: torch.dtype | None,
+    sink_logits: Tensor | None, scale: float, softcap: float | None, completion_counters: Tensor | None,
+    fp8: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """See `attend`. Codes of FP8 are uint8: torch's checks of operations cannot compare FP8 tensors."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     softmax_parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
     launch_attention(
         query, key, value, occupied, None, output, softmax_parts, completion_counters, scale,
-        Stored(fp8, key_scale, value_scale), softcap,
+        Stored(fp8, key_scale, value_scale), softcap, sink_logits,
     )
     return output, softmax_parts
 
@@ -223,12 +228,13 @@ def _(query: Tensor) -> tuple[Tensor, Tensor]:
 @operation("kvtwin::block_attend_into", mutates_args=("output", "completion_counters"))
 def _attend_into(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor, completion_counters: Tensor | None,
-    scale: float, softcap: float | None,
+    sink_logits: Tensor | None, scale: float, softcap: float | None,
 ) -> Tensor:
     """See `attend`."""
     softmax_parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
     launch_attention(
-        query, key, value, occupied, None, output, softmax_parts, completion_counters, scale, softcap=softcap
+        query, key, value, occupied, None, output, softmax_parts, completion_counters, scale, softcap=softcap,
+        sink_logits=sink_logits,
     )
     return softmax_parts
 
@@ -263,7 +269,7 @@ def _of_window(window: Window | None) -> tuple[tuple[Tensor | None, ...], tuple[
 def launch_attention(
     query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, window: Window | None, output: Tensor | None,
     softmax_parts: Tensor, completion_counters: Tensor | None, scale: float, stored: Stored = PLAIN,
-    softcap: float | None = None,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> None:
     """Launch the attention of a block or of a window's queries. Without an output, it only computes the
     softmax_parts. With few rows, several programs share the slots."""
@@ -285,7 +291,7 @@ def launch_attention(
     with on_device_of(query):
         attention_kernel[(programs * splits,)](
             query, key, value, stored.key_scale, stored.value_scale, occupied, *tensors, output, softmax_parts,
-            *scratch, *logit_factors(scale, softcap), *_arguments(query, key, value, occupied), *numbers,
+            *scratch, sink_logits, *logit_factors(scale, softcap), *_arguments(query, key, value, occupied), *numbers,
             scale_stride(stored.key_scale), scale_stride(stored.value_scale), splits, each,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
             OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=next_power_of_2(splits),
