@@ -261,12 +261,8 @@ def test_tanh_is_within_its_bound(device: torch.device) -> None:
     error = (found[: len(x)].double() - exact).abs() / exact
     assert error.max() <= TANH, f"{error.max() * 2**24:.2f} u at {x[error.argmax()]}"
     assert torch.equal(found[len(x):], -found[: len(x)])
-
-
-def test_tanh_at_the_ends(device: torch.device) -> None:
-    y = mapped(tanh, torch.tensor([0.0, -0.0, INF, -INF, 3e38, NAN]), device)
-    assert torch.equal(y[:5], torch.tensor([0.0, 0.0, 1.0, -1.0, 1.0]))
-    assert math.isnan(y[5])
+    ends = mapped(tanh, torch.tensor([0.0, -0.0, INF, -INF, 3e38, NAN]), device).tolist()
+    assert ends[:5] == [0.0, 0.0, 1.0, -1.0, 1.0] and math.isnan(ends[5])
 
 
 def test_finite_or_zero_takes_infinities_alone(device: torch.device) -> None:

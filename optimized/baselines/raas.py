@@ -137,8 +137,8 @@ def renew_kernel(
         i = tile * ROWS + tl.arange(0, ROWS)
         asks = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
         weight = group_weights(
-            k, query, softmax_parts, asks, i, count, all_queries, scale, softcap, query_h * UNIT, query_q * UNIT,
-            query_d, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
+            k, query, softmax_parts, asks, i, count, all_queries, scale, softcap,
+            query_h * UNIT, query_q * UNIT, query_d, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
         )
         sees = holds[:, None] & asks[None, :] & (s[:, None] <= (past + i)[None, :])
         renewed = tl.where(sees & (weight / GROUP >= alpha), i[None, :], -1)

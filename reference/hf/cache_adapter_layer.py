@@ -132,7 +132,7 @@ class StateLayer(CacheLayerMixin):
             raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
         compiled = self.is_compileable and torch.compiler.is_compiling()
         seen = self._seen - self._pending if not compiled else None if self._begun else 0
-        self._make_state(query, key, changes.pop("s_aux", None), {"scaling": scaling, **changes}, seen)
+        self._make_state(query, key, scaling, seen, **changes)
         spec = masks.spec_of(mask, self._mask)
         own = self._mask if seen is not None or self._covered else None
         occupied = masks.new_tokens(spec, own, key, seen, self.counted)
@@ -177,27 +177,29 @@ class StateLayer(CacheLayerMixin):
         return outputs[0][:, :, None] if len(outputs) == 1 else torch.stack(outputs, dim=2)
 
     def _make_state(
-        self, query: Tensor, key: Tensor, sinks: Tensor | None, given: dict[str, Any], seen: int | None
+        self, query: Tensor, key: Tensor, scaling: float | None, seen: int | None, *, softcap: float | None = None,
+        s_aux: Tensor | None = None,
     ) -> None:
         """Create a state for these tokens, unless the current one fits. ValueError if that one holds tokens."""
         sizes = {
             "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
-            "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device,
+            "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device, "softcap": softcap,
+            "sinks": s_aux is not None,
         }
-        wanted = {**given, "sinks": sinks is not None, **sizes}
-        if sinks is not self._sinks and not torch.compiler.is_compiling():
-            self._sinks = sinks             # of the same module: a tensor in place of the one before
-            if self.state is not None and sinks is not None:
-                self.state.sink_logits = sinks.detach()
+        wanted = {"scaling": scaling, **sizes}
+        if s_aux is not self._sinks and not torch.compiler.is_compiling():
+            self._sinks = s_aux             # of the same module: a tensor in place of the one before
+            if self.state is not None and s_aux is not None:
+                self.state.sink_logits = s_aux.detach()
         if wanted == self._made:
             return
         if seen != 0:
-            changed = [f"{name} {self._made.get(name)}, now {wanted.get(name)}" for name in {**self._made, **wanted}
-                       if wanted.get(name) != self._made.get(name)]
+            changed = [f"{name} {self._made[name]}, now {wanted[name]}" for name in wanted
+                       if wanted[name] != self._made[name]]
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
-        self.state, self._made = self._new_state(**wanted), wanted
+        self.state, self._made = self._new_state(scaling, **sizes), wanted
 
-    def _new_state(self, scaling: Any, sinks: bool, softcap: float | None = None, **sizes: Any) -> Any:
+    def _new_state(self, scaling: Any, sinks: bool, softcap: float | None, **sizes: Any) -> Any:
         changes: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
         if sinks:
             sizes["sink_logits"] = self._sinks

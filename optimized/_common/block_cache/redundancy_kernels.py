@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numerics import LOG2_E, dot, finite_or_zero, float32, scaled_logit
+from ..numerics import LOG2_E, dot, finite_or_zero, float32, multiply, tanh
 from .similarity_kernels import keys_of, scaled
 
 #: Added to the norm of a key, as in the authors' code.
@@ -66,7 +66,9 @@ def _largest_logits(
         q = tl.load(
             query + (head * window + w)[:, None] * HEAD_DIM + d[None, :], mask=asks[:, None] & in_head, other=0.0
         )
-        largest = tl.maximum(largest, scaled_logit(dot(q, tl.trans(k)), scale, softcap))
+        largest = tl.maximum(largest, multiply(dot(q, tl.trans(k)), scale))
+    if softcap is not None:                                            # once: it keeps the order
+        largest = multiply(tanh(largest), softcap)
     return tl.where(asks[:, None], largest, float("-inf"))
 
 
@@ -138,8 +140,8 @@ def prepare_kernel(
     for start in range(0, window, QUERIES):
         w = start + tl.arange(0, QUERIES)
         logit = _largest_logits(
-            query, window_positions, k, w, b, k_head, heads, window, scale, softcap, d, in_head, GROUP, HEAD_DIM, TILE,
-            QUERIES,
+            query, window_positions, k, w, b, k_head, heads, window, scale, softcap, d, in_head,
+            GROUP, HEAD_DIM, TILE, QUERIES
         )
         logit = tl.where(in_prefix[None, :], logit, float("-inf"))
         row_max = tl.max(logit, 1)
@@ -202,8 +204,8 @@ def importance_kernel(
     for start in range(0, window, QUERIES):
         w = start + tl.arange(0, QUERIES)
         logit = _largest_logits(
-            query, window_positions, k, w, b, k_head, heads, window, scale, softcap, d, in_head, GROUP, HEAD_DIM, TILE,
-            QUERIES,
+            query, window_positions, k, w, b, k_head, heads, window, scale, softcap, d, in_head,
+            GROUP, HEAD_DIM, TILE, QUERIES
         )
         row_max = tl.full([QUERIES], float("-inf"), tl.float32)
         weight_sum = tl.zeros([QUERIES], tl.float32)
