@@ -58,18 +58,28 @@ def logsumexp_in_order(tensor: Tensor, dim: int) -> Tensor:
     return tensor.movedim(dim, -1).contiguous().logsumexp(-1)  # torch adds along rows of memory in one order
 
 
-def logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
-    """scale * q . k for every slot, -inf where unoccupied (eq. 1 of every paper).
+def softcapped(logit: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logit / softcap) (Gemma 2, section 2); the logit itself without a softcap."""
+    return logit if softcap is None else softcap * (logit / softcap).tanh()
+
+
+def logits(
+    query: Tensor, key: Tensor, occupied: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """scale * q . k for every slot (eq. 1 of every paper), `softcapped`, -inf where unoccupied.
 
     query [B, Hq, D] or [B, Hq, Q, D]; key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool.
     Returns [B, Hq, S] or [B, Hq, Q, S] in accumulate_dtype.
     """
     dtype, slots = accumulate_dtype(query), key.shape[2]
     with exact(query):
-        return _logits(query.to(dtype), key.to(dtype), occupied, scale, [slots] * (query.shape[2] * (query.dim() == 4)))
+        ends = [slots] * (query.shape[2] * (query.dim() == 4))
+        return _logits(query.to(dtype), key.to(dtype), occupied, scale, softcap, ends)
 
 
-def _logits(query: Tensor, key: Tensor, occupied: Tensor, scale: float, ends: Sequence[int]) -> Tensor:
+def _logits(
+    query: Tensor, key: Tensor, occupied: Tensor, scale: float, softcap: float | None, ends: Sequence[int]
+) -> Tensor:
     """`logits`, of query i only before slot ends[i], beyond it -inf."""
     # Contiguous, since the order of a sum over channels depends on strides.
     keys, slots = zero_unoccupied(key, occupied).contiguous()[:, :, None], key.shape[2]  # [B, Hkv, 1, S, D]
@@ -80,16 +90,31 @@ def _logits(query: Tensor, key: Tensor, occupied: Tensor, scale: float, ends: Se
         pad(scale * (each[..., None, :] * keys[..., :end, :]).sum(-1), (0, slots - end), value=-INF)
         for each, end in queries
     ], 3).flatten(1, 2)                                                                # [B, Hq, Q, S]
+    product = softcapped(product, softcap).masked_fill(product == -INF, -INF)
     mask = per_kv_head(occupied)
     mask = per_query_head(mask, query.shape[1]) if mask.shape[1] > 1 else mask         # [B, 1 or Hq, S]
     product = product.masked_fill(~mask[:, :, None], -INF)
     return product if query.dim() == 4 else product[:, :, 0]
 
 
-def softmax(logit: Tensor) -> Tensor:
-    """Softmax over the last dimension; a row that is all -inf (no occupied slot) gives zeros instead of NaN."""
+def softmax(logit: Tensor, sink_logits: Tensor | None = None) -> Tensor:
+    """Softmax over the last dimension; a row that is all -inf (no occupied slot) gives zeros instead of NaN.
+
+    sink_logits [Hq], for logit [B, Hq, Q, S]: of each query head's attention sink, a further logit in the denominator.
+    The weights then sum to less than 1.
+    """
+    if sink_logits is not None:
+        return softmax(with_sinks(logit, sink_logits))[..., :-1]
     empty = (logit == -INF).all(-1, keepdim=True)
     return logit.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+
+
+def with_sinks(logit: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """logit [B, Hq, ..., S] with those of the sinks, [Hq], as a last slot, if there are any: [B, Hq, ..., S + 1]."""
+    if sink_logits is None:
+        return logit
+    sinks = sink_logits.to(logit.dtype).view(-1, *[1] * (logit.dim() - 2))
+    return torch.cat([logit, sinks.expand(*logit.shape[:-1], 1)], -1)
 
 
 def attention_weights(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
@@ -104,15 +129,17 @@ def weighted_values(weight: Tensor, value: Tensor, occupied: Tensor) -> Tensor:
         return weight @ values if weight.dim() == 4 else (weight[:, :, None] @ values)[:, :, 0]
 
 
-def causal_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
-    """Causal logits of the last Q of T tokens: [B, Hq, Q, T], -inf for later tokens and unoccupied slots.
+def causal_logits(
+    query: Tensor, key: Tensor, occupied: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Causal `logits` of the last Q of T tokens: [B, Hq, Q, T], -inf for later tokens and unoccupied slots.
 
     query [B, Hq, Q, D], of the last Q tokens; key [B, Hkv, T, D]; occupied [B, T] bool.
     """
     dtype, total = accumulate_dtype(query), key.shape[2]
     with exact(query):
         ends = range(total - query.shape[2] + 1, total + 1)
-        return _logits(query.to(dtype), key.to(dtype), occupied, scale, ends)
+        return _logits(query.to(dtype), key.to(dtype), occupied, scale, softcap, ends)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float) -> Tensor:

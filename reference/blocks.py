@@ -27,7 +27,7 @@ from .attention import (
 )
 from .contract import Sizes
 from .contract.arguments import check_config, resolve_scale
-from .contract.attention import check_attention, check_slot_mask
+from .contract.attention import check_attention, check_sink_logits, check_slot_mask
 from .contract.blocks import BlockConfig as BlockConfig
 from .contract.blocks import IntervalConfig as IntervalConfig
 from .contract.results import AttendResult as AttendResult
@@ -50,14 +50,16 @@ class Chunk(NamedTuple):
     weight: Tensor
 
 
-def block_logits(query: Tensor, key: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
+def block_logits(
+    query: Tensor, key: Tensor, occupied: Tensor, *, scale: float, softcap: float | None = None
+) -> Tensor:
     """Causal logits of the tokens in the last Q slots: [B, Hq, Q, S], -inf for slots that a query does not attend to.
 
     query [B, Hq, Q, D]; key [B, Hkv, S, D]; occupied [B, S] or [B, Hkv, S] bool. The query of an unoccupied slot
     attends to nothing.
     """
     count, slots = query.shape[2], key.shape[2]
-    logit = causal_logits(query, key, occupied, scale=scale)
+    logit = causal_logits(query, key, occupied, scale=scale, softcap=softcap)
     valid = per_kv_head(occupied)[..., slots - count:]                                  # [B, 1 or Hkv, Q]
     valid = per_query_head(valid, query.shape[1]) if valid.shape[1] > 1 else valid
     return logit.masked_fill(~valid[..., None], -INF)
@@ -108,6 +110,10 @@ class BlockState(State):
     slot, counted from 0 with padding included, -1 = free; score [B, Hkv, S]: the method's score of each token, -inf in
     free slots. Between calls the tokens of a KV head occupy its first slots without gaps, at most `capacity` of them.
 
+    sink_logits: the logits of attention sinks (gpt-oss), a contiguous tensor [Hq] of a floating type, which is not
+    copied. A query's weights are e^s_j / (e^sink + sum_i e^s_i): the sink of its head takes its share and has no value.
+    Methods that read weights read these. None: no sinks. TypeError or ValueError for others.
+
     A subclass sets Config and implements `_observe` (update `score`) and `_rank`.
     """
 
@@ -116,13 +122,14 @@ class BlockState(State):
 
     def __init__(
         self, config: Any, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        dtype: torch.dtype, device: torch.device | str, sink_logits: Tensor | None = None,
     ) -> None:
         config = check_config(config, self.Config)
         super().__init__(
             config, slots=config.capacity + config.block_size, batch=batch, query_heads=query_heads,
             key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
+        self.sink_logits = check_sink_logits(sink_logits, self.sizes, self.device)
         self.reset()
 
     def _allocate(self) -> None:
@@ -195,8 +202,10 @@ class BlockState(State):
         self._seen += count
 
         end = start + count
-        logit = block_logits(*self._compared(query, end), self.occupied[..., :end], scale=self.scale)
-        weight = softmax(logit)                                                         # [B, Hq, Q, end]
+        logit = block_logits(
+            *self._compared(query, end), self.occupied[..., :end], scale=self.scale, softcap=self.config.softcap
+        )
+        weight = softmax(logit, self.sink_logits)                                       # [B, Hq, Q, end]
         output = weighted_values(weight, self.value[:, :, :end], self.occupied[..., :end])
         rest = (0, self.config.block_size - count)                                      # slots beyond the block
         self._observe(

@@ -334,11 +334,11 @@ class KeyDiffState(BlockState):
 
     def __init__(
         self, config: KeyDiffConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str, pages: Pages | None = None,
+        dtype: torch.dtype, device: torch.device | str, sink_logits: Tensor | None = None, pages: Pages | None = None,
     ) -> None:
         super().__init__(
             config, batch=batch, query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim,
-            dtype=dtype, device=device,
+            dtype=dtype, device=device, sink_logits=sink_logits,
         )
         if pages is not None:
             sizes = self.sizes._replace(slots=config.budget + 1)

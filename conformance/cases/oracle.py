@@ -44,6 +44,8 @@ class Attention:
     (0 there). value [B, Hkv, S, D], zero where unoccupied. dtype: that of the low-precision inputs. rotation: the error
     of the logits by rounded queries and keys, [B, Hq, Q, S], 0 where masked; None if they are exact. `dot` is then of
     the largest rounded queries and keys. scales: the largest factors of FP8 keys and values; None for other types.
+    softcap: that of the logits, which were `uncapped` before; both None without one. sink_logits: those of attention
+    sinks, [Hq] float64, or None; they belong to no slot.
     """
 
     logit: Tensor
@@ -54,6 +56,16 @@ class Attention:
     dtype: torch.dtype
     rotation: Tensor | None = None
     scales: tuple[float, float] | None = None
+    softcap: float | None = None
+    uncapped: Tensor | None = None
+    sink_logits: Tensor | None = None
+
+    def capped(self, softcap: float | None) -> Attention:
+        """The attention by softcapped logits."""
+        if softcap is None:
+            return self
+        logit = eager.softcapped(self.logit, softcap).masked_fill(~self.seen, -torch.inf)
+        return replace(self, logit=logit, softcap=softcap, uncapped=self.logit)
 
     def before(self, end: int) -> Attention:
         """The attention of the same queries to the first `end` slots alone."""
@@ -82,22 +94,27 @@ class Attention:
         """The number of slots that a query attends to, [B, Hq, Q, 1] float64, at least 1."""
         return self.seen.sum(-1, keepdim=True).clamp_min(1).double()
 
+    @property
+    def sinks(self) -> int:
+        """The number of sinks of a query."""
+        return int(self.sink_logits is not None)
+
     @cached_property
     def row_max(self) -> Tensor:
-        """The row maximum m, [B, Hq, Q, 1]; 0 for a query that attends to nothing."""
-        row_max = self.logit.amax(-1, keepdim=True)
+        """The row maximum m, [B, Hq, Q, 1], with that of the sink; 0 for a query that attends to nothing."""
+        row_max = eager.with_sinks(self.logit, self.sink_logits).amax(-1, keepdim=True)
         return row_max.masked_fill(row_max == -torch.inf, 0)
 
     @cached_property
     def lse(self) -> Tensor:
-        """log sum_j exp(s_j), [B, Hq, Q, 1]; 0 for a query that attends to nothing."""
-        lse = self.logit.logsumexp(-1, keepdim=True)
+        """log sum_j exp(s_j), with the sink, [B, Hq, Q, 1]; 0 for a query that attends to nothing."""
+        lse = eager.with_sinks(self.logit, self.sink_logits).logsumexp(-1, keepdim=True)
         return lse.masked_fill(lse == -torch.inf, 0)
 
     @cached_property
     def weight(self) -> Tensor:
         """a_j, [B, Hq, Q, S]; 0 where masked."""
-        return eager.softmax(self.logit)
+        return eager.softmax(self.logit, self.sink_logits)
 
     @cached_property
     def output(self) -> Tensor:
@@ -111,7 +128,8 @@ class Attention:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None, causal: bool = False
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None, causal: bool = False,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> Attention:
     """Exact attention of low-precision inputs: query [B, Hq, Q, D], or [B, Hq, D] for Q = 1.
 
@@ -129,4 +147,5 @@ def attend(
     else:
         logit = eager.logits(q, k, occupied, scale=factor)
     dot = eager.logits(q.abs(), k.abs(), occupied, scale=abs(factor)).masked_fill(logit == -torch.inf, 0)
-    return Attention(logit, dot, eager.zero_unoccupied(upcast(value), occupied), occupied, factor, query.dtype)
+    found = Attention(logit, dot, eager.zero_unoccupied(upcast(value), occupied), occupied, factor, query.dtype)
+    return replace(found.capped(softcap), sink_logits=upcast(sink_logits))

@@ -32,6 +32,8 @@ class StateTrace(Case):
     twice: the layers get the prompt twice. The first time, all rows are reordered by `order` when the first layer has
     it. Then the states are reset, but not what they share.
 
+    sink_logits: the query heads have attention sinks.
+
     layers: of a method whose layers decide together, how many run (lockstep.Layers). The tensors of layer l from 1 on,
     which all have the same padding, have the names "l.prompt_query" and so on. Their queries are smaller than those of
     layer 0, by LAYER_FACTORS, so that layers differ in how sharply they attend.
@@ -51,6 +53,7 @@ class StateTrace(Case):
     pages: int = 0
     layers: int = 1
     twice: bool = False
+    sink_logits: bool = False
 
     @property
     def order(self) -> Tensor:
@@ -66,10 +69,12 @@ class StateTrace(Case):
     @property
     def sizes(self) -> dict[str, Any]:
         """Keyword arguments of the method's State, besides its config."""
-        return {
+        made = {
             "batch": self.batch, "query_heads": self.query_heads, "key_value_heads": self.key_value_heads,
             "head_dim": self.head_dim, "dtype": self.dtype, "device": torch.device(self.device),
         }
+        sinks = torch.linspace(2, -1, self.query_heads, device=self.device)
+        return {**made, "sink_logits": sinks} if self.sink_logits else made
 
     def make(self) -> dict[str, Tensor | None]:
         generator = self.generator()

@@ -117,11 +117,13 @@ def new_state(
 ) -> Any:
     """The state of `pair` in its module `side`, with those of `options` that the config has. Default D: HEAD_DIM.
 
-    layout: its tokens are in pages.
+    layout: its tokens are in pages. With sink_logits, it has attention sinks.
     """
     assert pair.config is not None
     assert pair.state is not None
     more = {} if process_group is None else {"process_group": process_group}
+    if "sink_logits" in options:
+        more["sink_logits"] = torch.zeros(QUERY_HEADS, device=device)
     if layout is not None:
         more["pages"] = empty_pages(
             layout, batch=BATCH, slots=BUDGET, key_value_heads=KEY_VALUE_HEADS, head_dim=head_dim or HEAD_DIM,

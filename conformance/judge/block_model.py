@@ -29,11 +29,13 @@ class Token:
 
 @dataclass
 class Head:
-    """The `capacity` slots of one KV head of one row. config: the method's. Subclasses, in the checkers, have the
+    """The `capacity` slots of one KV head of one row. config: the method's; sinks: the logits of the
+    group's attention sinks. Subclasses, in the checkers, have the
     method's rules."""
 
     config: Any
     scale: float
+    sinks: list[float] | None = None
     slots: list[Token | None] = field(default_factory=list)
     seen: int = 0
     # (position, the group's queries) of the last config.observers tokens, None for padding.
@@ -90,16 +92,21 @@ class Head:
     def weights(self, group: list[Vector], upto: int) -> dict[int, float]:
         """Each token's weight by position, averaged over the group's queries. They attend up to `upto`."""
         mean: dict[int, float] = {}
-        for query in group:
+        for number, query in enumerate(group):
             logits = {
-                token.position: self.scale * math.fsum(q * k for q, k in zip(query, token.key, strict=True))
-                for token in self.tokens if token.position <= upto
+                token.position: self.logit(query, token.key) for token in self.tokens if token.position <= upto
             }
-            row_max = max(logits.values())
-            total = math.fsum(math.exp(logit - row_max) for logit in logits.values())
+            everything = [*logits.values(), *([] if self.sinks is None else [self.sinks[number]])]
+            row_max = max(everything)
+            total = math.fsum(math.exp(logit - row_max) for logit in everything)
             for position, logit in logits.items():
                 mean[position] = mean.get(position, 0.0) + math.exp(logit - row_max) / total / len(group)
         return mean
+
+    def logit(self, query: Vector, key: Vector) -> float:
+        """The logit of a query and a key."""
+        product, cap = self.scale * math.fsum(q * k for q, k in zip(query, key, strict=True)), self.config.softcap
+        return product if cap is None else cap * math.tanh(product / cap)
 
     def _victims(self) -> list[Token]:
         """The tokens to evict. sorted() is stable, so equal tokens remain in slot order."""

@@ -7,6 +7,10 @@ operands and results below 2^-126 to zero. In addition, hardware may
 - truncate in tensor cores, so that a dot product of 16-bit inputs loses 2u per addition (c = 2, else c = 1);
 - approximate exp2 to 2^-22 relative (PTX ex2.approx), log2 to 2^-22 absolute for results within [-1, 1], else
   relative (lg2.approx), and division to 2 ulp (div.full): EXP, LOG, DIVISION below;
+- compute tanh y as a function of e^(-2 |y|), or by a quotient of polynomials near 0, with the relative error TANH. For
+  (1 - e) / (1 + e) from |y| = 1/2 on: e has the errors of its argument, 4 |y| u, and EXP. They move the result by up
+  to 2 e / (1 - e^2) as much, 0.85 (2 + 4) u at 1/2 and less beyond. Two sums add 2 u, the quotient DIVISION: 11.1 u.
+  Below 1/2, the roundings of the square and of two polynomials, fused or not, a product and DIVISION: 9.4 u;
 - cast the weights P to the value's 16-bit type before P @ V (u_P); it always rounds the output to that type (u_out).
 
 A softmax may be blocked: it keeps a running maximum and multiplies by exp(m_old - m_new) wherever the maximum rises. A
@@ -33,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...reference import attention as eager
 from ...reference.attention import per_query_head
 from ..cases.oracle import Attention, attend
 
@@ -41,6 +46,7 @@ FLUSH = 2.0**-126
 EXP = 2.0**-22
 LOG = 2.0**-22
 DIVISION = 4 * UNIT
+TANH = 12 * UNIT
 SLACK = 1 + 2.0**-20
 
 #: For each output type: unit roundoff, and the absolute error of rounding to subnormal numbers.
@@ -70,9 +76,9 @@ class Arithmetic:
 
     def rises(self, attention: Attention) -> Tensor:
         """R: how often a running maximum can rise after a slot was added, [B, Hq, Q, 1]: once per later block,
-        once more where splits are combined, and at most as often as there are slots."""
+        once more where splits are combined, and at most as often as there are slots and sinks."""
         blocks = math.ceil(attention.logit.shape[-1] / self.block) + 1
-        return attention.count.clamp_max(blocks)
+        return (attention.count + attention.sinks).clamp_max(blocks)
 
 
 def arithmetic(dtype: torch.dtype, *, weight_dtype: torch.dtype | None = None, block: int = 16) -> Arithmetic:
@@ -97,15 +103,37 @@ def logit_error(attention: Attention, allowed: Arithmetic) -> Tensor:
     and converting between bases: at most four roundings of numbers no larger than |s_j| + |m|: 4 u (|s_j| + |m|).
     (Rescalings telescope: m - m_1 + m_1 - m_2 + ... adds at most u (m - s_j) in all.) Products that underflow: FLUSH
     each. Rounded queries and keys add `attention.rotation`. The scale of FP8 keys adds one operation to each term.
+    A softcap changes what precedes the maximum: see `capped_error`.
     """
     logit = attention.logit.masked_fill(~attention.seen, 0)
     key_scale, _ = attention.scales or (1.0, 1.0)
     terms = allowed.dot * (attention.head_dim + 2) + (attention.scales is not None)
-    error = gamma(terms) * attention.dot + 4 * UNIT * (logit.abs() + attention.row_max.abs())
+    error = gamma(terms) * attention.dot
     if attention.rotation is not None:
         error = error + attention.rotation
-    flushed = terms * FLUSH * (abs(attention.scale) * max(1.0, key_scale) + 1)
-    return (error + flushed).masked_fill(~attention.seen, 0)
+    error = error + terms * FLUSH * (abs(attention.scale) * max(1.0, key_scale) + 1)
+    if attention.softcap is not None:
+        error = capped_error(attention, error)
+    error = error + 4 * UNIT * (logit.abs() + attention.row_max.abs())
+    return error.masked_fill(~attention.seen, 0)
+
+
+def capped_error(attention: Attention, error: Tensor) -> Tensor:
+    """|computed - true| of s_j = c tanh(x_j / c), for logits x_j that are computed with this error, [B, Hq, Q, S].
+
+    s increases with x, with slopes up to 1: the error moves s_j by at most s(x_j + e_j) - s(x_j) or s(x_j) - s(x_j -
+    e_j), which is less than e_j, and nearly 0 far beyond the cap. The rest is relative. Above 0, tanh is concave and 0
+    at 0, so |tanh((1 + r) y)| is at most (1 + r) |tanh y|, and at least (1 - r) |tanh y| with 1 - r: a rounding of the
+    argument costs no more than one of the result. These are: c and x / c (rounded c, and a product with the rounded
+    scale / c, or DIVISION), TANH, c again (in base 2, it contains log2(e)) and the product. What flushes to zero before
+    that product, the argument or tanh, costs up to c FLUSH each.
+    """
+    assert attention.softcap is not None and attention.uncapped is not None
+    cap, raw = attention.softcap, attention.uncapped.masked_fill(~attention.seen, 0)
+    here = eager.softcapped(raw, cap)
+    moved = torch.maximum(eager.softcapped(raw + error, cap) - here, here - eager.softcapped(raw - error, cap))
+    relative = gamma(3 + (DIVISION + TANH) / UNIT)
+    return moved + (here.abs() + moved) * relative * SLACK + 3 * FLUSH * cap
 
 
 class WeightError(NamedTuple):
@@ -133,7 +161,7 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> WeightError:
         down_j = -tau_j - log(a_j e^-tau_j + sum_{i != j} a_i e^tau_i)  - g,   g = gamma(n + 1) + DIVISION
 
     as errors of log a_j. This covers both the largest and the average delta: a single dominant token has the error g
-    only. No weight exceeds e^g.
+    only. An attention sink is one more term of the sums, of which the logit is exact. No weight exceeds e^g.
     """
     weight, seen = attention.weight, attention.seen
     tau = logit_error(attention, allowed) + (1 + allowed.rises(attention)) * (EXP + UNIT) * SLACK
@@ -141,9 +169,15 @@ def weight_error(attention: Attention, allowed: Arithmetic) -> WeightError:
     tau = tau.masked_fill(~seen, 0).clamp_max(300)
     grown, shrunk = weight * tau.exp(), weight * (-tau).exp()
     least, most = shrunk.sum(-1, keepdim=True), grown.sum(-1, keepdim=True)
+    if attention.sink_logits is not None:
+        sink = eager.with_sinks(attention.logit, attention.sink_logits)[..., -1:]
+        off = 4 * UNIT * (sink.abs() + attention.row_max.abs())
+        off = (off + (1 + allowed.rises(attention)) * (EXP + UNIT) * SLACK).clamp_max(300)
+        share = (sink - attention.lse).exp()
+        least, most = least + share * (-off).exp(), most + share * off.exp()
     # An empty row gets 1.
     least, most = (total.masked_fill(total == 0, 1) for total in (least, most))
-    last = (gamma(attention.count + 1) + DIVISION) * SLACK
+    last = (gamma(attention.count + 1 + attention.sinks) + DIVISION) * SLACK
     up = tau - (least - shrunk + grown).log() + last
     down = -tau - (most - grown + shrunk).log() - last
     high = torch.minimum(weight * up.exp(), last.exp())

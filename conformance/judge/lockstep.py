@@ -124,6 +124,13 @@ def scale_of(state: Any) -> float | None:
     return getattr(state.config, "scale", None)
 
 
+def changes_of(state: Any) -> dict[str, Any]:
+    """The keyword arguments of `oracle.attend` for a state's softcap and sinks."""
+    return {
+        "softcap": getattr(state.config, "softcap", None), "sink_logits": getattr(state, "sink_logits", None),
+    }
+
+
 class Lockstep:
     """Drives two states together. `reference` is the reference module's state; it gets float64 copies of the inputs."""
 
@@ -231,7 +238,8 @@ class Lockstep:
         """Copies of the tested state's public tensors with a row per sequence. `compare` compares stored ones."""
         batch = self.reference.sizes.batch
         public = {name for name in dir(self.reference) if not name.startswith("_")}
-        public -= {"key", "value", *self.adapter.stored}  # a state may have to dequantize keys and values
+        # A state may have to dequantize keys and values; sinks are of heads.
+        public -= {"key", "value", "sink_logits", *self.adapter.stored}
         names = [name for name in sorted(public) if _is_rows(self.reference, name, batch)]
         found = {name: getattr(self.tested, name, None) for name in names}
         return {name: tensor.clone() for name, tensor in found.items() if isinstance(tensor, Tensor)}
@@ -272,6 +280,7 @@ def pair(
     under_test, truth = getattr(tested, state)(options, **sizes), {**sizes, "dtype": torch.float64}
     if on_host:
         under_test, truth["device"] = host.OnHost(under_test, sizes["device"]), host.CPU
+        truth |= {name: tensor.cpu() for name, tensor in sizes.items() if isinstance(tensor, Tensor)}
     adapter, oracle = checkers.ask(method, "Adapter", Adapter)(), getattr(reference, state)(options, **truth)
     if getattr(tested, "of_others", False):  # kvtwin's own states lack nothing
         under_test = Lacking(under_test, oracle)

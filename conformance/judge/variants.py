@@ -115,6 +115,14 @@ BLOCKS = (
     *(variant(f"blocks-of-{size}", {"block_size": size}, **ONE, budget=50, prompt=2 * size, steps=3)
       for size in (35, 36)),
     variant("budget-of-1", budget=1, steps=4),
+    # Of logits below, about and far beyond it.
+    variant("softcapped-logits", {"softcap": 2.0}, turns=((2, 9),), scale=1.0, long=False),
+    variant("softcapped-logits-in-one-block", {"softcap": 1.5, "block_size": 32}, scale=-4.0, padding="random",
+            dtype=torch.bfloat16),
+    variant("attention-sinks", sink_logits=True, turns=((2, 9),), scale=1.0, long=False),
+    # Of several tiles, which programs may share.
+    variant("attention-sinks-and-a-softcap", {"softcap": 1.5, "block_size": 40},
+            **ONE | {"key_value_heads": 2, "group": 3}, sink_logits=True, scale=1.0, prompt=35, dtype=torch.bfloat16),
     # The last block has one token, less than a window of queries.
     variant("whole-prompts", {"block_size": 3}, prompt=13, steps=8, turns=((2, 5),), padding="none", whole=True),
     variant("whole-padded-prompts", {"block_size": 4}, prompt=13, steps=8, turns=((1, 6),), whole=True),
@@ -128,6 +136,8 @@ BLOCKS = (
 #: Those of states that may evict once in several tokens.
 INTERVALS = (
     variant("interval", {"interval": 4, "block_size": 5}, steps=12),
+    variant("softcapped-logits-at-intervals", {"interval": 3, "block_size": 5, "softcap": 2.0}, steps=12, scale=1.0),
+    variant("attention-sinks-at-intervals", {"interval": 3, "block_size": 5}, sink_logits=True, steps=12, scale=1.0),
     variant("interval-and-turns", {"interval": 4, "block_size": 3}, steps=12, turns=((2, 5),), long=False),
     variant("interval-of-several-tiles", {"interval": 20}, **ONE, budget=30, prompt=34, steps=45),
 )
@@ -228,6 +238,8 @@ def check(found: discovery.Pair, one: Variant, module: Any, device: torch.device
         trace = trace_of(found, one, _seed(found, one, number), device)
         if trace.pages and "pages" not in inspect.signature(state).parameters:
             raise _lacking(f"{module}.{state.__name__}: pages")
+        if trace.sink_logits and "sink_logits" not in inspect.signature(state).parameters:
+            raise _lacking(f"{module}.{state.__name__}: sink_logits")
         if trace.turns and not hasattr(state, "append_block"):
             raise _lacking(f"{module}.{state.__name__}.append_block")
         summary = (whole if one.whole else lockstep).run(trace, module)

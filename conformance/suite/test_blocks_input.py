@@ -6,6 +6,7 @@ bitwise unchanged.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -206,6 +207,8 @@ NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("block_size", (0, -3), ValueError, "block_size must be at least 1"),
     ("scale", ("1", True, 1j), TypeError, "scale must be a float or None"),
     ("scale", (float("nan"), float("inf"), 1e39, 10**400), ValueError, "scale must be finite"),
+    ("softcap", ("2", True, 1j), TypeError, "softcap must be a float or None"),
+    ("softcap", (0, 0.99, -2.0, float("nan"), float("inf"), 2**20 + 1), ValueError, "softcap must be from 1 to"),
 ]
 
 
@@ -236,6 +239,8 @@ def test_wrong_sizes_of_a_state(pair, side, twins, device):
     """A config of another method is also refused: it may have the same options with another meaning."""
     other = next(one for one in BLOCKS if one.name != pair.name)
     wanted = f"config must be a {pair.config.__name__}, got"
+    takes = inspect.signature(getattr(checkers.module(getattr(twins, side), pair), pair.state.__name__)).parameters
+    zeros = torch.zeros(8, device=device)
     for option, value, error, says in (
         ("config", None, TypeError, f"{wanted} NoneType"),
         ("config", BlockConfig(4), TypeError, f"{wanted} BlockConfig"),
@@ -248,7 +253,14 @@ def test_wrong_sizes_of_a_state(pair, side, twins, device):
         ("head_dim", 1.5, TypeError, "head_dim must be an int"),
         ("dtype", torch.int64, TypeError, "dtype must be one of .*torch.float16"),
         ("device", "gpu", ValueError, "device must be"), ("device", None, TypeError, "device must be a torch.device"),
+        ("sink_logits", [0.0] * 4, TypeError, r"sink_logits must be a torch.Tensor \[Hq\], got list"),
+        ("sink_logits", zeros, ValueError, r"sink_logits must be \[Hq\] = \(4,\), got \(8,\)"),
+        ("sink_logits", zeros[::2], ValueError, "sink_logits must be contiguous, got a stride of 2"),
+        ("sink_logits", zeros[:4].long(), TypeError, "sink_logits.dtype must be one of .*int64"),
+        ("sink_logits", zeros[:4].to("meta"), ValueError, "sink_logits must be on .*, got meta"),
     ):
+        if option == "sink_logits" and option not in takes:
+            continue
         with refused(error, says):
             state_of(pair, twins, side, **{"device": device, "empty": True, option: value})
 

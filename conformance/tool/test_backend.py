@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtwin.conformance.judge.bounds import DIVISION, EXP, LOG
+from kvtwin.conformance.judge.bounds import DIVISION, EXP, LOG, TANH
 from kvtwin.optimized._common.launch import INTERPRETED
 from kvtwin.optimized._common.numerics import (
     dot,
@@ -25,6 +25,7 @@ from kvtwin.optimized._common.numerics import (
     round_to,
     sortable,
     sum_of_products,
+    tanh,
 )
 
 # The interpreter takes a millisecond per program, and within it runs at numpy's speed.
@@ -251,6 +252,17 @@ def test_log2_or_minus_inf_at_the_ends(device: torch.device) -> None:
     y = mapped(log2_or_minus_inf, torch.tensor([0.0, -0.0, 1.0, 2.0, TINY, INF, NAN]), device).tolist()
     assert y[:6] == [-INF, -INF, 0.0, 1.0, -126.0, INF]
     assert math.isnan(y[6])
+
+
+def test_tanh_is_within_its_bound(device: torch.device) -> None:
+    """Of every exponent, on both sides of the cut, and where it saturates. tanh(-x) = -tanh(x), bit by bit."""
+    x = torch.cat((uniform(-126, 4).double().exp2().float(), uniform(0.4, 0.6), uniform(0, 10)))
+    found, exact = mapped(tanh, torch.cat((x, -x)), device), x.double().tanh()
+    error = (found[: len(x)].double() - exact).abs() / exact
+    assert error.max() <= TANH, f"{error.max() * 2**24:.2f} u at {x[error.argmax()]}"
+    assert torch.equal(found[len(x):], -found[: len(x)])
+    ends = mapped(tanh, torch.tensor([0.0, -0.0, INF, -INF, 3e38, NAN]), device).tolist()
+    assert ends[:5] == [0.0, 0.0, 1.0, -1.0, 1.0] and math.isnan(ends[5])
 
 
 def test_finite_or_zero_takes_infinities_alone(device: torch.device) -> None:

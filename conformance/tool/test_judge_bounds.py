@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from kvtwin.conformance.judge.checkers import longflow as longflow_judge
 from kvtwin.conformance.judge.checkers import snapkv as snapkv_judge
 from kvtwin.conformance.judge.compare import JudgeError, Mismatch, assert_within
 from kvtwin.conformance.tool.emulate import Computed, Machine
-from kvtwin.reference.attention import causal_attention
+from kvtwin.reference.attention import causal_attention, per_query_head
 from kvtwin.reference.baselines import snapkv
 from kvtwin.reference.longflow import decode_attention, log_score
 
@@ -123,6 +124,42 @@ def test_a_softmax_that_rescales_at_every_slot_needs_smaller_blocks_in_its_bound
     by_block = {block: bounds.decode_output(case, bounds.arithmetic(case.dtype, block=block)) for block in (1, 16)}
     assert_within(got.output, truth.output, by_block[1], what="output")
     assert bool((by_block[1] > by_block[16]).all())
+
+
+@pytest.mark.parametrize("scale", [0.02, -0.5, 30.0])
+@pytest.mark.parametrize(("dtype", "machine"), MACHINE_CASES, ids=str)
+def test_softcapped_logits(dtype, machine, scale):
+    """Sound, tight, and no room for a hardware's tanh, which is off by 2^-11 (PTX tanh.approx)."""
+    case, cap, base_2 = DecodeCase(batch=64, slots=16, dtype=dtype, scale=scale, seed=5), 2.0, math.log2(math.e)
+    given = case.query, case.key, case.value, case.occupied
+    exact = oracle.attend(*given, scale=scale, softcap=cap)
+    bound = bounds.logit_error(exact, allowed_for(machine, dtype))
+    keys = per_query_head(case.key, case.query.shape[1]).float()
+    ratio = machine.logits(case.query, keys, exact.seen[:, :, 0], scale / cap / base_2)
+    shrunk = machine.exp2((-2 * ratio.abs() * base_2).float())
+    for off in (0.0, 2.0**-11):
+        tanh = torch.where(ratio.abs() < 0.5, ratio.tanh(), ratio.sign() * (1 - shrunk) / (1 + shrunk)) * (1 + off)
+        got = (tanh * torch.tensor(cap * base_2)).double() / base_2
+        if off and dtype == torch.float32:
+            with pytest.raises(Mismatch, match="logit"):
+                assert_within(got[:, :, None], exact.logit, bound, what="logit")
+        elif not off:
+            used = assert_within(got[:, :, None], exact.logit, bound, what="logit")
+            assert used >= 0.01
+
+
+@pytest.mark.parametrize(("dtype", "machine"), MACHINE_CASES, ids=str)
+def test_attention_sinks(dtype, machine):
+    """Sound and tight with a sink that takes nothing, a share, or nearly everything."""
+    case = DecodeCase(batch=64, slots=16, group=3, dtype=dtype, seed=6)
+    sinks = torch.tensor([-30.0, 0.5, 12.0])
+    exact = oracle.attend(case.query, case.key, case.value, case.occupied, sink_logits=sinks)
+    keys, values = (per_query_head(tensor, 3).float() for tensor in (case.key, case.value))
+    logit = machine.logits(case.query, keys, exact.seen[:, :, 0], case.factor)
+    first = (sinks * math.log2(math.e)).view(1, 3, 1).expand(64, 3, 1)
+    _, total, acc = machine.softmax(torch.cat([first, logit], -1), torch.nn.functional.pad(values, (0, 0, 1, 0)))
+    got = machine.divided(acc, total).to(dtype)[:, :, None]
+    assert assert_within(got, exact.output, bounds.output_error(exact, allowed_for(machine, dtype)), what="o") >= 0.01
 
 
 # --- tight: on ordinary data ---------------------------------------------------------------------------------------

@@ -9,7 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import finite_or_zero, log2_or_minus_inf, round_output, sum_of_products
+from .numerics import LOG2_E, finite_or_zero, float32, log2_or_minus_inf, round_output, sum_of_products
+
+
+@triton.jit
+def begin(sink_logits, head, there, ROWS: tl.constexpr):
+    """The maxima and sums of ROWS queries before the first tile. sink_logits: None, or those of attention sinks, which
+    the softmaxes of the query heads `head` [ROWS] begin with, if `there`."""
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    weight_sum = tl.full([ROWS], 0.0, tl.float32)
+    if sink_logits is not None:
+        row_max = float32(tl.load(sink_logits + head, mask=there, other=float("-inf"))) * LOG2_E
+        weight_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    return row_max, weight_sum
 
 
 @triton.jit

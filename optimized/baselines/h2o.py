@@ -53,5 +53,5 @@ def accumulate(state: BlockState, block: Block, magnitude: Tensor | None = None)
     assert block.softmax_parts is not None
     return kernels.accumulate(
         block.query, state.key[:, :, :end], state.occupied[..., :end], block.softmax_parts, state.score, magnitude,
-        state.scale,
+        state.scale, state.config.softcap,
     )

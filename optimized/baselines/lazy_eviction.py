@@ -14,7 +14,7 @@ from .._common.block_cache.kernels import _arguments, _shape
 from .._common.block_cache.score_kernels import importance
 from .._common.block_cache.state import Block, BlockState, Policy
 from .._common.launch import on_device_of
-from .._common.numerics import LOG2_E
+from .._common.numerics import logit_factors
 from .._common.operation import operation
 
 __all__ = ["LazyEvictionConfig", "LazyEvictionState"]
@@ -37,14 +37,14 @@ class LazyEvictionState(BlockState):
         assert self._carried is not None
         return activate(
             block.query, self.key[:, :, :end], self.occupied[..., :end], block.softmax_parts, self._score,
-            self._carried, self._seen, self.scale, self.config.alpha, float(self.config.shifted),
+            self._carried, self._seen, self.scale, self.config.softcap, self.config.alpha, float(self.config.shifted),
         ), None
 
 
 @operation("kvtwin::lazy_eviction_activate", mutates_args=("score", "carried"))
 def activate(
     query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, carried: Tensor, seen: Tensor,
-    scale: float, alpha: float, shift: float,
+    scale: float, softcap: float | None, alpha: float, shift: float,
 ) -> Tensor:
     """Update carried [B, Hkv, slots] int64 with the queries whose weight for a key, averaged over the group, is at
     least alpha, and store the importances in score [B, Hkv, slots]. Returns them for the S slots of the keys.
@@ -56,8 +56,8 @@ def activate(
     rank = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
     with on_device_of(query):
         activate_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
-            query, key, occupied, softmax_parts, score, carried, rank, seen, scale * LOG2_E.value, alpha, shift,
-            score.stride(1),
+            query, key, occupied, softmax_parts, score, carried, rank, seen, *logit_factors(scale, softcap),
+            alpha, shift, score.stride(1),
             *_arguments(query, key, key, occupied), **_shape(query, key, key), ROWS=queries, BLOCK=block,
             num_warps=warps,
         )
@@ -74,7 +74,7 @@ def _(key: Tensor) -> Tensor:
     "value_h", "value_s", "occupied_b", "occupied_h",
 ])
 def activate_kernel(
-    query, key, occupied, softmax_parts, score, carried, rank, seen, scale, alpha, shift, score_h,
+    query, key, occupied, softmax_parts, score, carried, rank, seen, scale, softcap, alpha, shift, score_h,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
@@ -110,8 +110,8 @@ def activate_kernel(
         i = tile * ROWS + r
         asks = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
         weight = group_weights(
-            k, query, softmax_parts, asks, i, count, all_queries, scale, query_h * UNIT, query_q * UNIT, query_d,
-            GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
+            k, query, softmax_parts, asks, i, count, all_queries, scale, softcap, query_h * UNIT, query_q * UNIT,
+            query_d, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
         )
         sees = holds[:, None] & asks[None, :] & (s[:, None] <= (past + i)[None, :])
         # A bit per query, so that the queries can be gone through in their order.

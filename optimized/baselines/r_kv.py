@@ -22,7 +22,7 @@ from .._common.launch import (
     padded_head_dim,
     padded_slots,
 )
-from .._common.numerics import LOG2_E
+from .._common.numerics import logit_factors
 from .._common.operation import operation
 
 __all__ = ["RKVConfig", "RKVState"]
@@ -148,8 +148,9 @@ class RKVState(BlockState):
         config = self.config
         score_due(
             self._window_query, self._window_positions, self.key, self.occupied, self._token_index, self._valid_seen,
-            self._counts, self._score, *self._between, self.scale, config.capacity, count, config.kernel_size,
-            config.mix_lambda, config.threshold, config.exempts_first, config.order == "score", appended,
+            self._counts, self._score, *self._between, self.scale, config.softcap, config.capacity, count,
+            config.kernel_size, config.mix_lambda, config.threshold, config.exempts_first, config.order == "score",
+            appended,
         )
 
 
@@ -161,8 +162,8 @@ def score_due(
     window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, token_index: Tensor,
     valid_seen: Tensor, counts: Tensor, score: Tensor, age: Tensor, by_age: Tensor, factors: Tensor, inverses: Tensor,
     left_out: Tensor, latest: Tensor, means: Tensor, importance: Tensor, sums: Tensor, parts: Tensor, scale: float,
-    capacity: int, count: int, kernel_size: int, mix_lambda: float, threshold: float, exempts_first: bool,
-    by_score: bool, appended: bool,
+    softcap: float | None, capacity: int, count: int, kernel_size: int, mix_lambda: float, threshold: float,
+    exempts_first: bool, by_score: bool, appended: bool,
 ) -> None:
     """Store the scores of heads with more than `capacity` tokens, after `count` tokens arrived. The tokens that arrived
     in other heads, unless `appended`, get +inf. by_score: the tokens are in the order of the scores of the last time.
@@ -182,7 +183,8 @@ def score_due(
     with on_device_of(key):
         prepare_kernel[(batch_heads * tiles,)](
             window_query, window_positions, key, occupied, token_index, valid_seen, counts, age, by_age, factors,
-            inverses, left_out, sums, parts, score if by_score else None, scale * LOG2_E.value, *sizes, parts.shape[3],
+            inverses, left_out, sums, parts, score if by_score else None, *logit_factors(scale, softcap), *sizes,
+            parts.shape[3],
             BY_SCORE=by_score, OTHERS=OTHERS, **options,
         )
         latest_kernel[(batch_heads * splits * cdiv(end, products.rows),)](
@@ -192,7 +194,7 @@ def score_due(
         )
         importance_kernel[(batch_heads * tiles,)](
             window_query, window_positions, key, counts, by_age, factors, inverses, left_out, sums, parts, latest,
-            means, importance, scale * LOG2_E.value, *sizes, parts.shape[3], splits, MERGED=MERGED,
+            means, importance, *logit_factors(scale, softcap), *sizes, parts.shape[3], splits, MERGED=MERGED,
             EXEMPTS_FIRST=exempts_first, **options,
         )
         mix_kernel[(batch_heads,)](

@@ -17,7 +17,7 @@ from .._common.block_cache.group_weights import group_weights, group_weights_til
 from .._common.block_cache.kernels import _arguments, _shape
 from .._common.block_cache.state import Block, BlockState, Policy
 from .._common.launch import SMALL_TILES, on_device_of, padded_head_dim
-from .._common.numerics import LOG2_E, float32
+from .._common.numerics import float32, logit_factors
 from .._common.operation import operation
 
 __all__ = ["RaaSConfig", "RaaSState"]
@@ -59,7 +59,7 @@ class RaaSState(BlockState):
             ), None
         return renew(
             block.query, self.key[:, :, :end], self.occupied[..., :end], block.softmax_parts, self._score,
-            self.positions, self._seen, self.scale, self._policy.alpha,
+            self.positions, self._seen, self.scale, self.config.softcap, self._policy.alpha,
         ), None
 
     def _thin(self, rank: Tensor, count: int, *, appended: bool) -> None:
@@ -77,7 +77,7 @@ class RaaSState(BlockState):
 @operation("kvtwin::raas_renew", mutates_args=("score",))
 def renew(
     query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, positions: Tensor, seen: Tensor,
-    scale: float, alpha: float,
+    scale: float, softcap: float | None, alpha: float,
 ) -> Tensor:
     """Store in score [B, Hkv, slots] the position of the last query whose weight for a key, averaged over the group, is
     at least alpha, if there is one; of the block's own keys at least their positions. Returns the ranks [B, Hkv, S]
@@ -90,8 +90,8 @@ def renew(
     rank = torch.empty(key.shape[:3], dtype=torch.int64, device=key.device)
     with on_device_of(query):
         renew_kernel[(key.shape[0] * key.shape[1] * triton.cdiv(key.shape[2], block),)](
-            query, key, occupied, softmax_parts, score, positions, rank, seen, scale * LOG2_E.value, alpha,
-            score.stride(1),
+            query, key, occupied, softmax_parts, score, positions, rank, seen, *logit_factors(scale, softcap),
+            alpha, score.stride(1),
             *_arguments(query, key, key, occupied), **_shape(query, key, key), ROWS=queries, BLOCK=block,
             num_warps=warps,
         )
@@ -108,7 +108,7 @@ def _(key: Tensor) -> Tensor:
     "value_h", "value_s", "occupied_b", "occupied_h",
 ])
 def renew_kernel(
-    query, key, occupied, softmax_parts, score, positions, rank, seen, scale, alpha, score_h,
+    query, key, occupied, softmax_parts, score, positions, rank, seen, scale, softcap, alpha, score_h,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr,
@@ -137,8 +137,8 @@ def renew_kernel(
         i = tile * ROWS + tl.arange(0, ROWS)
         asks = tl.load(occupied + (past + i).to(tl.int64) * occupied_s, mask=i < count, other=0) != 0
         weight = group_weights(
-            k, query, softmax_parts, asks, i, count, all_queries, scale, query_h * UNIT, query_q * UNIT, query_d,
-            GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
+            k, query, softmax_parts, asks, i, count, all_queries, scale, softcap,
+            query_h * UNIT, query_q * UNIT, query_d, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
         )
         sees = holds[:, None] & asks[None, :] & (s[:, None] <= (past + i)[None, :])
         renewed = tl.where(sees & (weight / GROUP >= alpha), i[None, :], -1)

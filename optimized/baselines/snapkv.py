@@ -135,7 +135,7 @@ class SnapKVState(BlockState):
         last = slice(-config.observers, None)
         received = kernels.received(
             block.query[:, :, last], self.key[:, :, :end], self.occupied[..., :end], block.softmax_parts[..., last],
-            self.scale, mean=True,
+            self.scale, mean=True, softcap=self.config.softcap,
         )
         if ops.at_once(end, count):
             ops.settle(
@@ -181,7 +181,8 @@ class SnapKVState(BlockState):
         softmax_parts, received, _ = self._between
         weigh_window(
             self._window_query, self._window_positions, self.key, self.occupied, self.positions, self._counts,
-            softmax_parts, received, self._window_counters, self.scale, self.config.budget, self.config.capacity, count,
+            softmax_parts, received, self._window_counters, self.sink_logits, self.scale, self.config.softcap,
+            self.config.budget, self.config.capacity, count,
         )
 
     def _compress(self, count: int, received: Tensor, *, appended: bool, moves: bool = True) -> None:

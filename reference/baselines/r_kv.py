@@ -164,7 +164,9 @@ class RKVState(BlockState):
 
     def _importance(self, prefix: Tensor, places: Tensor) -> Tensor:
         """The importance of the tokens of prefix [B, Hkv, S] bool, pooled along `places`: [B, Hkv, S]."""
-        logit = logits(self._window_query, self.key, self.occupied, scale=self.scale)    # [B, Hq, W, S]
+        logit = logits(                                                                  # [B, Hq, W, S]
+            self._window_query, self.key, self.occupied, scale=self.scale, softcap=self.config.softcap
+        )
         largest = logit.unflatten(1, (self.sizes.key_value_heads, -1)).amax(2)           # [B, Hkv, W, S]
         asks = (self._window_positions >= 0)[:, None, :, None]
         weight = softmax(largest.masked_fill(~(prefix[:, :, None] & asks), -INF))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..attention import INF, logits, per_kv_head, softmax, sum_in_order
+from ..attention import INF, logits, per_kv_head, softmax, sum_in_order, with_sinks
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 from ..contract.arguments import check_integer, check_kernel_size
 from ..contract.ranks import ProcessGroup
@@ -136,10 +136,14 @@ class SnapKVState(BlockState):
         positions = chunk.positions.where(chunk.valid, -1)                                # [B, Q]
         self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -observers:])
 
-        logit = logits(self._window_query, self.key, self.occupied, scale=self.scale)   # [B, Hq, W, S]
+        logit = logits(                                                                 # [B, Hq, W, S]
+            self._window_query, self.key, self.occupied, scale=self.scale, softcap=self.config.softcap
+        )
         future = self.positions[:, :, None] > self._window_positions[:, None, :, None]  # [B, Hkv, W, S]
         future = future.repeat_interleave(self.sizes.group, dim=1)
-        weight = softmax(logit.masked_fill(future, -INF))
+        logit = with_sinks(logit, self.sink_logits)
+        future = functional.pad(future, (0, logit.shape[-1] - self.sizes.slots))         # a sink is never later
+        weight = softmax(logit.masked_fill(future, -INF))[..., :self.sizes.slots]
         observing = (self._window_positions >= 0).sum(-1).clamp_min(1)[:, None, None]
         received = sum_in_order(group_mean(weight, heads), 2) / observing               # [B, Hkv, S]
 

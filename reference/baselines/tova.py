@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..attention import INF, logsumexp_in_order, per_kv_head, sum_in_order
+from ..attention import INF, logsumexp_in_order, per_kv_head, sum_in_order, with_sinks
 from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
 from ..contract.arguments import check_flag
 
@@ -69,7 +69,7 @@ class TOVAState(BlockState):
         valid = chunk.valid[:, None].expand(-1, self.sizes.query_heads, -1)             # [B, Hq, Q]
         weight = group_mean(_of_newest(chunk.weight, valid), heads)                     # [B, Hkv, S]
         logit = _of_newest(chunk.logit, valid)                                          # [B, Hq, S]
-        lse = logit.logsumexp(-1, keepdim=True)
+        lse = with_sinks(logit, self.sink_logits).logsumexp(-1, keepdim=True)
         lse = lse.masked_fill(lse == -INF, 0)
         self._log_score = logsumexp_in_order((logit - lse).unflatten(1, (heads, -1)), 2)  # log sum_h a_hj
         if not self.config.per_head:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 #: The optimized side multiplies the scale by log2(e) in float32, so half of the largest float32 is the limit.
 LARGEST_SCALE = torch.finfo(torch.float32).max / 2
+LARGEST_SOFTCAP = 2**20
 MOST_ELEMENTS = 2**42
 LARGEST_FLOAT = torch.finfo(torch.float64).max
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -115,6 +116,12 @@ def check_scale(name: str, value: object) -> None:
     """None, which means head_dim ** -0.5, or a number that is finite in float32."""
     if value is not None and not abs(check_number(name, value, kind="a float or None")) <= LARGEST_SCALE:
         raise ValueError(f"{name} must be finite in float32, got {value}")
+
+
+def check_softcap(name: str, value: object) -> None:
+    """None, or a number from 1 to LARGEST_SOFTCAP: scales divided by it remain normal numbers of float32."""
+    if value is not None and not 1 <= check_number(name, value, kind="a float or None") <= LARGEST_SOFTCAP:
+        raise ValueError(f"{name} must be from 1 to {LARGEST_SOFTCAP}, got {value}")
 
 
 def resolve_scale(scale: float | None, head_dim: int) -> float:

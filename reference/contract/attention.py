@@ -86,6 +86,20 @@ def check_slot_mask(
         check_mask(name, mask, (sizes.batch, sizes.slots), "[B, S]", like, of)
 
 
+def check_sink_logits(sink_logits: object, sizes: Sizes, device: torch.device) -> Tensor | None:
+    """Return the logits of attention sinks, contiguous, [Hq] of a floating type on the state's device, without their
+    gradient; or None."""
+    if sink_logits is None:
+        return None
+    checked = check_tensor("sink_logits", sink_logits, dims=1, layout="[Hq]")
+    check_shape("sink_logits", checked, (sizes.query_heads,), "[Hq]")
+    check_dtype("sink_logits.dtype", checked.dtype)
+    check_device("sink_logits", checked, device, "the state")
+    if not checked.is_contiguous():
+        raise ValueError(f"sink_logits must be contiguous, got a stride of {checked.stride(0)}")
+    return checked.detach()
+
+
 def state_sizes(*, batch: int, query_heads: int, key_value_heads: int, slots: int, head_dim: int) -> Sizes:
     """The sizes of a state. TypeError or ValueError unless all are ints of at least 1 and Hq is a multiple of Hkv."""
     for name, value in (

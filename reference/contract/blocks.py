@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import MethodConfig
-from .arguments import check_integer
+from .arguments import check_integer, check_softcap
 
 
 @dataclass(frozen=True)
 class BlockConfig(MethodConfig):
     """budget: the largest number of tokens that a KV head of a row keeps. block_size: the largest number of tokens that
-    arrive between two evictions."""
+    arrive between two evictions. softcap: every logit x = scale * query . key becomes softcap * tanh(x / softcap),
+    before the mask; None leaves it as it is. Weights, and scores that follow from them, are those of the new logits."""
 
     block_size: int = 128
+    softcap: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("block_size", self.block_size, minimum=1)
+        check_softcap("softcap", self.softcap)
 
     @property
     def capacity(self) -> int:

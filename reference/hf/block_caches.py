@@ -11,7 +11,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from .cache_adapter import StateCache
-from .options import did_you_mean
+from .options import FROM_MODEL, did_you_mean
 from .rotation import PLAIN, RotatedCache
 
 DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per layer, row and KV head{longer}.
@@ -20,9 +20,9 @@ DOCUMENTATION = """A {method} cache for `generate`: at most `budget` tokens per 
     cache = {name}(model.config, budget=1024)
     model.generate(ids, **cache.argument, prefill_chunk_size=128)
 
-The options are those of {config}: {options}. The model gives the scale. The layer processes a prompt in blocks of
-block_size tokens, which it holds beside its budget; prefill_chunk_size bounds the model's activations. The slots are in
-`cache.layers[i].state`, a `{state}`. Arguments, padding, turns and errors:
+The options are those of {config}: {options}. The model gives scale and softcap. A prompt comes in blocks of
+block_size tokens, which a layer holds beside its budget; prefill_chunk_size bounds the model's activations. The slots
+are in `cache.layers[i].state`, a `{state}`. Arguments, padding, turns and errors:
 `kvtwin.reference.hf.cache_adapter.StateCache`.
 
 {rotation}{side}
@@ -98,7 +98,7 @@ def find(name: str, side: str, package: str) -> type[StateCache] | None:
 
 
 def _derived(name: str, config: type, state: type, side: str, package: str) -> type[StateCache]:
-    options = [field.name for field in fields(config) if field.name not in ("budget", "scale")]
+    options = [field.name for field in fields(config) if field.name not in ("budget", *FROM_MODEL)]
     rotates = "inv_freq" in options
     options = ["rerotate_keys" if name == "inv_freq" else name for name in options]
     text = DOCUMENTATION.format(

@@ -46,6 +46,7 @@ from . import masks
 from .cache_adapter_layer import OWNER, StateLayer
 from .cache_adapter_recording import Rewindable
 from .masks import MaskSpec
+from .options import FROM_MODEL
 from .progress import NAME, Progress
 
 _SHARING = "no eviction in a model whose layers attend to the keys of another layer (KV sharing)"
@@ -59,6 +60,7 @@ _NO_WEIGHTS = (
 )
 # Keyword arguments by which some models change the logits. Ignoring them would compute another attention.
 _CHANGES_LOGITS = ("softcap", "s_aux", "position_bias")
+_NO_CHANGE = "{} passes {} to its attention function, which {} does not implement"
 #: The argument of models and of generate that takes a cache: transformers 5.24 has renamed it.
 NAMES = "cache", "past_key_values"
 _TAKEN = signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -74,14 +76,15 @@ def attention(
 ) -> tuple[Tensor, None]:
     """The attention function "kvtwin": query [B, Hq, Q, D] and the key and value of `update` -> output [B, Q, Hq, D].
 
-    Layers with a stock cache run transformers' sdpa attention. NotImplementedError for arguments that neither supports.
+    Layers with a stock cache run transformers' sdpa attention, or, with a softcap or sinks, the model's own.
+    NotImplementedError for arguments that neither supports.
     """
-    for name in _CHANGES_LOGITS:
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{type(module).__name__} passes {name} to its attention function, which {NAME!r} does not implement"
-            )
     owner = getattr(key, OWNER, None)
+    changes = {name: kwargs[name] for name in _CHANGES_LOGITS if kwargs.get(name) is not None}
+    for name in changes:
+        if name not in (("softcap", "s_aux") if owner is None else owner().takes):
+            by = repr(NAME) if owner is None else f"a {owner()._state_class.__name__}"
+            raise NotImplementedError(_NO_CHANGE.format(type(module).__name__, name, by))
     if owner is not None:
         if dropout:
             raise NotImplementedError("kvtwin's attention does not support dropout: call model.eval()")
@@ -92,12 +95,30 @@ def attention(
             again = getattr(module, "layer_idx", None) == layer.number
             raise NotImplementedError(_SEVERAL.format(type(module).__name__) if again else _SHARING)
         query, key, value = (in_autocast(tensor) for tensor in (query, key, value))
-        return layer.attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids")), None
+        return layer.attend(query, key, value, attention_mask, scaling, kwargs.get("position_ids"), **changes), None
+    if changes:
+        return _eager(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs), None
     mask = attention_mask.stock if isinstance(attention_mask, MaskSpec) else attention_mask
     if isinstance(mask, Tensor):
         mask = mask.to(query.device)                # for models on several devices, which move tensors but no MaskSpec
     output, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
     return output, None
+
+
+def _eager(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> Tensor:
+    """The model's own attention for changed logits, which transformers' sdpa attention would ignore: [B, Q, Hq, D]."""
+    attend = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if attend is None:
+        changes = " and ".join(name for name in _CHANGES_LOGITS if kwargs.get(name) is not None)
+        raise NotImplementedError(_NO_CHANGE.format(type(module).__name__, changes, repr(NAME)))
+    if isinstance(mask, MaskSpec):
+        mask = mask.additive(query.dtype)
+    elif isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+    output: Tensor = attend(module, query, key, value, None if mask is None else mask.to(query.device), **kwargs)[0]
+    return output
 
 
 def in_autocast(tensor: Tensor) -> Tensor:
@@ -120,8 +141,8 @@ class StateCache(Rewindable):
     share of the first forward pass's T tokens, padding included, that the budget leaves out, from 0 to below 1: the
     budget is int(T * (1 - compression_ratio)), at least 1, also for later tokens, until `reset`. With
     prefill_chunk_size, T is that of the first chunk. attention_mask: the prompt's [B, T], 1 or True for tokens, 0 for
-    padding; needed only if the model is called without one. given: the options of the method's Config except scale,
-    which the model determines. What the Config has no default for has one here: see its `defaults_for`.
+    padding; needed only if the model is called without one. given: the options of the method's Config except scale
+    and softcap, which the model determines. What the Config has no default for has one here: see its `defaults_for`.
 
     `nbytes` and `full_nbytes` are the bytes that the cache and a full one take. The reference stores quantized tokens
     unpacked.
@@ -138,10 +159,10 @@ class StateCache(Rewindable):
     TypeError or ValueError for invalid arguments. While the model runs: RuntimeError if its attention function is not
     "kvtwin", or after an interrupted forward pass until `reset`. ValueError for masks of the wrong length, outside of
     torch.no_grad(), for tokens that transformers passes again, and for padding after the first pass if the State has no
-    `append_block`. NotImplementedError for attention that the methods do not define (softcap, sinks, position bias,
-    masks that are not causal, KV sharing between layers, differential and multi-head latent attention, dropout) and for
-    output_attentions. In compiled or captured graphs, checks of mask elements are assertions on the device
-    (`masks.require`).
+    `append_block`. NotImplementedError for attention that the methods do not define (position bias, masks that are not
+    causal, KV sharing between layers, differential and multi-head latent attention, dropout; softcapped logits and
+    sinks unless the State takes blocks) and for output_attentions. In compiled or captured graphs, checks of mask
+    elements are assertions on the device (`masks.require`).
     """
 
     Config: ClassVar[type[MethodConfig]]
@@ -153,8 +174,9 @@ class StateCache(Rewindable):
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be model.config, got {type(config).__name__}")
-        if "scale" in given:
-            raise TypeError("scale is not an option here: the model determines it")
+        for name in FROM_MODEL:
+            if name in given:
+                raise TypeError(f"{name} is not an option here: the model determines it")
         if getattr(config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
             raise NotImplementedError(_SHARING)
         self._configure(budget, compression_ratio, given)

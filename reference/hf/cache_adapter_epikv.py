@@ -26,6 +26,7 @@ from ..contract.interruption import note_change
 from .cache_adapter import StateCache, in_autocast
 from .cache_adapter_layer import StateLayer
 from .masks import MaskSpec
+from .options import FROM_MODEL
 from .progress import one_token_per_pass
 
 Bands = tuple[tuple[int, ...], tuple[int, ...]]
@@ -167,7 +168,7 @@ class HiddenStateCache(StateCache):
 
     Config = EpiKVConfig
     Scorer: ClassVar[type[Any]]
-    refused = ("scale", "bands", "hidden_size")
+    refused = (*FROM_MODEL, "bands", "hidden_size")
 
     def __init__(
         self, model: PreTrainedModel, *, policy: str = "epikv", layers: Any = None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -35,6 +36,8 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = False
         self.state: Any = None
         self._config, self._state_class = config, state_class
+        self._takes_sinks = "sink_logits" in signature(state_class).parameters
+        self._sinks: Tensor | None = None   # the model's parameter
         self._given = self._mask = attention_mask       # the latter in the rows that the layer has now
         self._made: dict[str, Any] = {}     # the arguments of the state
         self._seen = 0                      # tokens, counted on the host to avoid a synchronization
@@ -72,6 +75,11 @@ class StateLayer(CacheLayerMixin):
         """Give the layer another config, before its first tokens. The state for it is created with these."""
         if config != self._config:
             self._config, self._made = config, {}
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The arguments of an attention function that change logits and that the State supports."""
+        return ("softcap",) * hasattr(self._config, "softcap") + ("s_aux",) * self._takes_sinks
 
     @property
     def counted(self) -> Tensor | None:
@@ -112,18 +120,19 @@ class StateLayer(CacheLayerMixin):
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None,
-        position_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, **changes: Any,
     ) -> Tensor:
         """Attention of the new tokens, to themselves and the cached tokens: [B, Q, Hq, D].
 
-        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask, scaling and position_ids as
-        passed to the attention function. ValueError or NotImplementedError as described in `StateCache`.
+        query [B, Hq, Q, D]; key, value [B, Hkv, Q, D] as `update` returned them; mask, scaling, position_ids and
+        `changes` of the logits (those of `takes`) as passed to the attention function. ValueError or
+        NotImplementedError as described in `StateCache`.
         """
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
             raise ValueError("kvtwin's caches have no backward pass: call the model under torch.no_grad()")
         compiled = self.is_compileable and torch.compiler.is_compiling()
         seen = self._seen - self._pending if not compiled else None if self._begun else 0
-        self._make_state(query, key, scaling, seen)
+        self._make_state(query, key, scaling, seen, **changes)
         spec = masks.spec_of(mask, self._mask)
         own = self._mask if seen is not None or self._covered else None
         occupied = masks.new_tokens(spec, own, key, seen, self.counted)
@@ -167,13 +176,21 @@ class StateLayer(CacheLayerMixin):
         outputs: list[Tensor] = [self.state.step(*token) for token in tokens]
         return outputs[0][:, :, None] if len(outputs) == 1 else torch.stack(outputs, dim=2)
 
-    def _make_state(self, query: Tensor, key: Tensor, scaling: float | None, seen: int | None) -> None:
+    def _make_state(
+        self, query: Tensor, key: Tensor, scaling: float | None, seen: int | None, *, softcap: float | None = None,
+        s_aux: Tensor | None = None,
+    ) -> None:
         """Create a state for these tokens, unless the current one fits. ValueError if that one holds tokens."""
         sizes = {
             "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
-            "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device,
+            "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device, "softcap": softcap,
+            "sinks": s_aux is not None,
         }
         wanted = {"scaling": scaling, **sizes}
+        if s_aux is not self._sinks and not torch.compiler.is_compiling():
+            self._sinks = s_aux             # of the same module: a tensor in place of the one before
+            if self.state is not None and s_aux is not None:
+                self.state.sink_logits = s_aux.detach()
         if wanted == self._made:
             return
         if seen != 0:
@@ -182,8 +199,11 @@ class StateLayer(CacheLayerMixin):
             raise ValueError(f"the cache holds tokens of another kind ({'; '.join(changed)}): call reset() on it first")
         self.state, self._made = self._new_state(scaling, **sizes), wanted
 
-    def _new_state(self, scaling: Any, **sizes: Any) -> Any:
-        state = self._state_class(replace(self._config, scale=scaling), **sizes)
+    def _new_state(self, scaling: Any, sinks: bool, softcap: float | None, **sizes: Any) -> Any:
+        changes: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+        if sinks:
+            sizes["sink_logits"] = self._sinks
+        state = self._state_class(replace(self._config, scale=scaling, **changes), **sizes)
         if self.is_compileable and not torch.compiler.is_compiling():
             for tensor in state._tensors():             # otherwise a compiler makes no CUDA graphs of steps
                 torch._dynamo.mark_static_address(tensor)

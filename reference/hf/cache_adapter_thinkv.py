@@ -21,6 +21,7 @@ from ..contract.thinkv.types import Thresholds
 from .cache_adapter import StateCache
 from .cache_adapter_layer import StateLayer
 from .masks import MaskSpec
+from .options import FROM_MODEL
 from .progress import one_token_per_pass
 
 
@@ -98,7 +99,7 @@ class ThoughtCache(StateCache):
     """Base class of ThinKV's caches. Each side sets State and classify. See `StateCache`."""
 
     Config = ThinKVConfig
-    refused = ("scale", "edges")
+    refused = (*FROM_MODEL, "edges")
 
     def __init__(
         self, config: PreTrainedConfig, *, budget: int | None = None, compression_ratio: float | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from ..contract.arguments import capturing
 
@@ -57,6 +57,11 @@ class MaskSpec:
     def stock(self) -> Tensor | None:
         """The mask for transformers' sdpa attention, bool [B, 1, Q, KV]; None where it uses is_causal instead."""
         mask: Tensor | None = sdpa_mask(**self._arguments)
+        return mask
+
+    def additive(self, dtype: torch.dtype) -> Tensor:
+        """The mask for a model's eager attention, [B, 1, Q, KV]: 0, or the lowest number where masked."""
+        mask: Tensor = eager_mask(**{**self._arguments, "dtype": dtype})
         return mask
 
     @property

@@ -22,6 +22,10 @@ from . import cache_adapter_contents as contents
 PROVISIONAL = 32768
 
 
+#: Fields of configs that the model determines.
+FROM_MODEL = ("scale", "softcap")
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """": did you mean 'budget'? There are: ..." for a name that is none of the known ones."""
     listed = sorted(known)
@@ -92,7 +96,7 @@ class Configured(Cache, metaclass=Checked):
 
     Config: ClassVar[type[Any]]
     #: Fields of the Config that are no options: a constructor says why.
-    refused: ClassVar[tuple[str, ...]] = ("scale",)
+    refused: ClassVar[tuple[str, ...]] = FROM_MODEL
 
     def _configure(self, budget: int | None, ratio: float | None, given: dict[str, Any]) -> None:
         """Set `config`. With a ratio, its budget is a provisional one until the first tokens."""

@@ -16,6 +16,7 @@ from ..attention import accumulate_dtype
 from ..contract.arguments import check_flag
 from .cache_adapter import StateCache
 from .cache_adapter_layer import StateLayer
+from .options import FROM_MODEL
 
 #: Models that rotate the halves of all channels of queries and keys, last of all, by `modeling_llama`'s arithmetic.
 PLAIN = ("llama", "qwen2", "qwen3")
@@ -54,7 +55,7 @@ class RotatedLayer(StateLayer):
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None,
-        position_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, **changes: Any,
     ) -> Tensor:
         """See `StateLayer`. NotImplementedError if the model passes no positions."""
         if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != query.shape[2]:
@@ -65,7 +66,7 @@ class RotatedLayer(StateLayer):
         # In the model's order of roundings: float32, then its dtype.
         cos, sin = (turn.to(query.dtype) for turn in (angle.cos(), angle.sin()))
         query, key = (unrotated(tensor, cos, sin) for tensor in (query, key))
-        return super().attend(query, key, value, mask, scaling, position_ids)
+        return super().attend(query, key, value, mask, scaling, position_ids, **changes)
 
 
 def unrotated(rotated: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def unrotated(rotated: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotatedCache(StateCache):
     """Base class of the caches whose Config has `inv_freq`. rerotate_keys: see `block_caches`."""
 
-    refused = ("scale", "inv_freq")
+    refused = (*FROM_MODEL, "inv_freq")
 
     def __init__(
         self, config: PreTrainedConfig, *, rerotate_keys: bool = False, **options: Any

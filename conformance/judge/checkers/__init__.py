@@ -20,7 +20,8 @@ Lockstep, laws, strategies and replay are generic and read method-specific facts
 - `VARIANTS`: what the method can do, `variants.Variant`, each of which lockstep judges, besides those that every method
   has; one of the same name replaces that. `DECIDING`: options for all of them, if with `SMALL` scores decide little;
 - `PLAIN`: options with which a state multiplies queries and keys as they come (default: none needed);
-- `COMPILED`: a list of options, dicts, for which a state uses other kernels, for `compile_only`;
+- `COMPILED`: a list of options, dicts, for which a state uses other kernels, for `compile_only`; "sink_logits" is one
+  of `tiny.new_state`;
 - `arguments(device)`: values of required parameters that `tiny` does not know, by parameter name, with the sizes of
   `tiny`; "function.parameter" if a parameter's meaning depends on the function;
 - `variants(name, given)`: lists of further arguments of the function of this name, made from `given`, those with all

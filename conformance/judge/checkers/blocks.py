@@ -74,7 +74,7 @@ class Chunk:
         query, key, value = (self.before[name].to(self.dtype) for name in ("query", "key", "value"))
         return attend(
             query, key[:, :, :end], value[:, :, :end], self.before["occupied"][..., :end],
-            scale=lockstep.scale_of(self.reference), causal=True,
+            scale=lockstep.scale_of(self.reference), causal=True, **lockstep.changes_of(self.reference),
         )
 
     @cached_property

@@ -21,7 +21,7 @@ from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
 
 CASES = blocks.ATTEND_CASES
-DEFAULTS = {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "scale": None}
+DEFAULTS = {"recent": None, "sinks": 0, "interval": 1, "block_size": 128, "softcap": None, "scale": None}
 #: Also evicts after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"recent": 0, "sinks": 2}, {"interval": 3, "block_size": 5})
 VARIANTS = (
@@ -35,6 +35,7 @@ VARIANTS = (
     variant("all-but-one-protected", {"recent": 3, "sinks": 2, "interval": 2}, steps=9),
 )
 GROUPINGS = ({"interval": 3},)
+COMPILED = ({"softcap": 2.0, "sink_logits": True},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "half of it recent": {"budget": 6, "block_size": 4},

@@ -35,7 +35,8 @@ from .keydiff_bounds import Keys, rank_error, score_error
 CASES = (KeyCase, PagedKeyCase)
 #: Eq. 8. The window is an ablation (table 11).
 DEFAULTS = {
-    "recent": 0, "anchor": "mean_normalized", "similarity": "cosine", "block_size": 128, "refresh": 64, "scale": None,
+    "recent": 0, "anchor": "mean_normalized", "similarity": "cosine", "block_size": 128, "refresh": 64,
+    "softcap": None, "scale": None,
 }
 SAME = ("recent", "anchor", "similarity")
 #: See the package.

@@ -23,7 +23,7 @@ from .blocks import max_kept as max_kept
 
 REQUIRED = {"lag": 2}
 SMALL = {**blocks.SMALL, "lag": 1}
-DEFAULTS = {"sinks": 0, "interval": 1, "block_size": 128, "scale": None}
+DEFAULTS = {"sinks": 0, "interval": 1, "block_size": 128, "softcap": None, "scale": None}
 TRACE = {"lag": 16, "sinks": 4}
 
 

@@ -21,7 +21,7 @@ from .blocks import max_kept as max_kept
 
 REQUIRED = {"alpha": 0.02}
 SMALL = {**blocks.SMALL, "alpha": 0.1}
-DEFAULTS = {"recent": 0, "shifted": True, "interval": 1, "block_size": 128, "scale": None}
+DEFAULTS = {"recent": 0, "shifted": True, "interval": 1, "block_size": 128, "softcap": None, "scale": None}
 TRACE = {"alpha": 0.05}
 
 LAWS = ({"interval": 3, "block_size": 5, "recent": 2},)
@@ -33,6 +33,7 @@ VARIANTS = (
     variant("not-shifted", {"shifted": False, "recent": 1}, padding="random"),
 )
 GROUPINGS = ({"interval": 3},)
+COMPILED = ({"softcap": 2.0},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "small": {"budget": 6, "block_size": 4, "alpha": 0.1},

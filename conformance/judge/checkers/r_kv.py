@@ -23,7 +23,7 @@ from .blocks import max_kept as max_kept
 
 DEFAULTS = {
     "window": 8, "kernel_size": 7, "mix_lambda": 0.1, "threshold": 0.5, "exempts_first": True, "order": "position",
-    "interval": 1, "block_size": 128, "scale": None,
+    "interval": 1, "block_size": 128, "softcap": None, "scale": None,
 }
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 LAWS: Sequence[dict[str, Any]] = ({"interval": 3, "block_size": 5},)
@@ -44,6 +44,7 @@ VARIANTS = (
             options={"order": "score", "kernel_size": 5, "mix_lambda": 0.7, "threshold": 0.1}),
 )
 GROUPINGS = ({"interval": 3},)
+COMPILED = ({"softcap": 2.0},)
 SCORES_WHEN_DUE = True
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
@@ -203,7 +204,7 @@ def window_attention(chunk: Chunk) -> Attention:
     return Attention(
         logit, dot.masked_fill(~open_, 0), eager.zero_unoccupied(before["value"], occupied), occupied, state.scale,
         chunk.dtype,
-    )
+    ).capped(state.config.softcap)
 
 
 def importance_interval(chunk: Chunk) -> Interval:
@@ -283,7 +284,7 @@ class Model(block_model.Head):
         asking = [entry for entry in self.window if entry is not None]
         for _, group in asking:
             logits = {
-                position: max(self.scale * math.fsum(map(float.__mul__, query, keys[position])) for query in group)
+                position: max(self.logit(query, keys[position]) for query in group)
                 for position in prefix
             }
             top = max(logits.values(), default=0.0)

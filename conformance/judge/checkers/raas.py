@@ -25,7 +25,8 @@ from .blocks import max_kept as max_kept
 
 REQUIRED = {"alpha": 0.02}
 SMALL = {**blocks.SMALL, "alpha": 0.1}
-DEFAULTS = {"recent": 0, "sinks": 0, "interval": 1, "page_size": None, "block_size": 128, "scale": None}
+DEFAULTS = {"recent": 0, "sinks": 0, "interval": 1, "page_size": None, "block_size": 128, "softcap": None,
+            "scale": None}
 TRACE = {"alpha": 0.05}
 #: The fixture model's tokens are bytes, of which a key-value pair has eight.
 FORMS = {"pages": {"alpha": None, "page_size": 8, "interval": 8}}
@@ -43,6 +44,7 @@ VARIANTS = (
     variant("pages-of-one", {"alpha": None, "page_size": 1, "interval": 2}, padding="random", steps=9),
 )
 GROUPINGS = ({"interval": 3}, PAGES)
+COMPILED = ({"softcap": 2.0},)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "small": {"budget": 6, "block_size": 4, "alpha": 0.1},

@@ -25,7 +25,7 @@ VARIANTS = (
     variant("blocks-of-many-tokens", {"block_size": 150}, **ONE, prompt=145, steps=3, budget=20),
 )
 
-DEFAULTS = {"seed": 0, "block_size": 128, "scale": None}
+DEFAULTS = {"seed": 0, "block_size": 128, "softcap": None, "scale": None}
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
     "small": {"budget": 6, "block_size": 4},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ....reference.baselines import snapkv
 from ...cases import draws
 from ...cases.block_cases import AttendCase
 from ...cases.case import Case, WindowCase
-from ...cases.oracle import Attention, upcast_all
+from ...cases.oracle import Attention, upcast, upcast_all
 from ...cases.strategies import WINDOW_LAYOUTS, window_cases
 from .. import block_model, choices, recorded
 from ..bounds import DIVISION, FLUSH, SLACK, UNIT, Arithmetic, Interval, arithmetic, gamma, log_weight_error
@@ -33,14 +34,14 @@ from .blocks import Chunk, received_error
 from .blocks import max_kept as max_kept
 
 CASES = (WindowCase, *blocks.ATTEND_CASES)
-DEFAULTS = {"window": 32, "kernel_size": 5, "interval": 1, "block_size": 128, "scale": None}
+DEFAULTS = {"window": 32, "kernel_size": 5, "interval": 1, "block_size": 128, "softcap": None, "scale": None}
 SAME = ("kernel_size",)
 SMALL = {**blocks.SMALL, "window": 2, "kernel_size": 3}
 #: Compresses after every third token: with blocks of five, some rows within the prompt and others later.
 LAWS = ({"interval": 3, "block_size": 5},)
 GROUPINGS = ({"interval": 3},)
 #: In blocks, not as a whole prompt.
-COMPILED = ({"block_size": 2},)
+COMPILED = ({"softcap": 2.0, "sink_logits": True}, {"block_size": 2})
 SCORES_WHEN_DUE = True
 
 
@@ -216,10 +217,11 @@ def window_attention(chunk: Chunk) -> Attention:
     future = future.repeat_interleave(chunk.group, 1)
     logit = eager.logits(query, before["key"], occupied, scale=state.scale).masked_fill(future, -torch.inf)
     dot = eager.logits(query.abs(), before["key"].abs(), occupied, scale=abs(state.scale))
-    return Attention(
+    found = Attention(
         logit, dot.masked_fill(logit == -torch.inf, 0), eager.zero_unoccupied(before["value"], occupied), occupied,
         state.scale, chunk.dtype,
-    )
+    ).capped(state.config.softcap)
+    return replace(found, sink_logits=upcast(state.sink_logits))
 
 
 class Model(block_model.Head):

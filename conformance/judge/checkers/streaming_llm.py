@@ -28,7 +28,7 @@ from .blocks import Chunk
 
 SMALL = {**blocks.SMALL, "sinks": 1}
 #: Its authors' four sinks.
-DEFAULTS = {"sinks": 4, "inv_freq": None, "block_size": 128, "scale": None}
+DEFAULTS = {"sinks": 4, "inv_freq": None, "block_size": 128, "softcap": None, "scale": None}
 SAME = ("sinks",)
 #: See the package.
 CACHES: dict[str, dict[str, Any]] = {
@@ -47,6 +47,7 @@ VARIANTS = (
             prompt=70, steps=3),
 )
 GROUPINGS = ({"inv_freq": FREQUENCIES},)
+COMPILED = ({"softcap": 2.0},)
 PLAIN: dict[str, Any] = {"inv_freq": None}
 AUTHORS = {"rerotate_keys": True}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -168,8 +169,10 @@ class Adapter(blocks.Adapter):
         query = before["query"].masked_fill(~before["valid"][:, None, :, None], 0)
         key = before["key"][:, :, :end].masked_fill(~occupied[..., None], 0)
         q, k = rotated(query, own, inv_freq, chunk.dtype), rotated(key, place, inv_freq, chunk.dtype)
-        scale = lockstep.scale_of(chunk.reference)
-        exact = attend(q.exact, k.exact, before["value"][:, :, :end], occupied, scale=scale, causal=True)
+        scale, changes = lockstep.scale_of(chunk.reference), lockstep.changes_of(chunk.reference)
+        exact = attend(
+            q.exact, k.exact, before["value"][:, :, :end], occupied, scale=scale, causal=True, **changes
+        )
         most = attend(
             q.exact.abs() + q.error, k.exact.abs() + k.error, before["value"][:, :, :end], occupied, scale=scale,
             causal=True,

@@ -24,7 +24,7 @@ from .blocks import Chunk, equal_keys, log_sum_interval, received_attention, rec
 from .blocks import max_kept as max_kept
 
 CASES = blocks.ATTEND_CASES
-DEFAULTS = {"per_head": True, "interval": 1, "block_size": 128, "scale": None}
+DEFAULTS = {"per_head": True, "interval": 1, "block_size": 128, "softcap": None, "scale": None}
 LAWS = h2o.LAWS[1:]
 VARIANTS = (
     # Of equal scores most of TOVA's choices are open: its bounds are wider than one unit in the last place.
@@ -45,7 +45,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "once in four tokens": {"budget": 4, "block_size": 3, "interval": 4},
     "all heads alike": {"budget": 5, "block_size": 3, "per_head": False},
 }
-COMPILED = ({"per_head": False},)
+COMPILED = ({"softcap": 2.0}, {"per_head": False})
 AUTHORS = {"per_head": False}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"budget": 4, "recent": 1}, TypeError, "recent"),
@@ -69,7 +69,10 @@ def newest(attention: Attention, valid: Tensor) -> Attention:
     last = number.where(valid, -1).amax(-1).clamp_min(0)                                       # [B, Hkv]
     last = last.repeat_interleave(attention.query_heads // attention.key_value_heads, 1)      # [B, Hq]
     index = last[..., None, None].expand(-1, -1, 1, attention.logit.shape[-1])
-    return replace(attention, logit=attention.logit.gather(2, index), dot=attention.dot.gather(2, index))
+    uncapped = None if attention.uncapped is None else attention.uncapped.gather(2, index)
+    return replace(
+        attention, logit=attention.logit.gather(2, index), dot=attention.dot.gather(2, index), uncapped=uncapped
+    )
 
 
 def weight_error(attention: Attention, allowed: Arithmetic) -> Tensor:

@@ -20,7 +20,7 @@ from .blocks import Chunk
 from .blocks import max_kept as max_kept
 
 CASES = blocks.ATTEND_CASES
-DEFAULTS = {"recent": None, "sinks": 1, "interval": 1, "block_size": 128, "scale": None}
+DEFAULTS = {"recent": None, "sinks": 1, "interval": 1, "block_size": 128, "softcap": None, "scale": None}
 VARIANTS = (
     *h2o.VARIANTS, variant("zero-values", {"recent": 0}, content="zero_values"),
 )

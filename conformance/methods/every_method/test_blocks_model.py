@@ -40,17 +40,20 @@ class TokenLists(RuleBasedStateMachine):
     @initialize(data=st.data(), seed=st.integers(0, 2**32 - 1))
     def start(self, data: st.DataObject, seed: int) -> None:
         options = data.draw(checkers.ask(self.pair.name, "configs", None)(5, 4))
+        options["softcap"] = data.draw(st.sampled_from((None, 1.5)))
         self.generator = torch.Generator().manual_seed(seed)
         self.both = lockstep.pair(
             self.pair.name, self.tested, config=options, batch=BATCH, query_heads=QUERY_HEADS, key_value_heads=HEADS,
             head_dim=HEAD_DIM, dtype=torch.float32, device=self.device,
+            sink_logits=data.draw(st.sampled_from((None, torch.tensor([-1.0, 2.0], device=self.device)))),
         )
         self.forget()
 
     def forget(self) -> None:
         state = self.both.reference
         model = checkers.ask(self.pair.name, "Model", Head)
-        self.lists = [model(state.config, state.scale) for _ in range(BATCH)]
+        sinks = None if state.sink_logits is None else state.sink_logits.tolist()
+        self.lists = [model(state.config, state.scale, sinks) for _ in range(BATCH)]
 
     def tokens(self, count: int) -> dict[str, torch.Tensor]:
         """Values with many norms, which affect VATP."""

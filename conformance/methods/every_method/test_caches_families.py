@@ -32,9 +32,14 @@ SIZES = {
 }
 #: The first layer has a sliding window, whose cache is transformers' own, and the second has full attention.
 WINDOWS = ("cohere2", "gemma3_text", "olmo3")
+#: The same, with logits that are changed in both layers.
+CAPPED: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 1, "tie_word_embeddings": False},
+    "gpt_oss": {},
+}
 FAMILIES = [name for name in (
-    "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "ctrl", "ernie4_5", "flex_olmo", "gemma",
-    "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "helium", "hunyuan_v1_dense",
+    "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "ctrl", "ernie4_5", "flex_olmo", "gemma", "gemma2",
+    "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense",
     "lfm2", "llama", "mellum", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmoe", "opt", "persimmon", "phi",
     "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", *WINDOWS,
 ) if name in MODELS]
@@ -47,16 +52,16 @@ every_family = pytest.mark.parametrize(("family", "side"), [
 
 def made(family: str, device: torch.device) -> Any:
     layers: dict[str, Any] = {"sliding_window": None}
-    if family in WINDOWS:
+    if family in (*WINDOWS, *CAPPED):
         layers = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-    config = type(AutoConfig.for_model(family))(**SIZES, **layers)
+    config = type(AutoConfig.for_model(family))(**SIZES, **layers, **CAPPED.get(family, {}))
     model = filled(getattr(transformers, MODELS[family]), config).to(device)
     model.set_attn_implementation("kvtwin")
     return model
 
 
-def cache(side: str, model: Any) -> Any:
-    return SIDES[side].H2OCache(model.config, budget=6, block_size=4)
+def cache(side: str, model: Any, budget: int = 6) -> Any:
+    return SIDES[side].H2OCache(model.config, budget=budget, block_size=4)
 
 
 @every_family
@@ -76,6 +81,37 @@ def test_assisted_decoding(family, side, device):
     expected = generate(model, inputs, 8, past_key_values=cache(side, model)).tolist()
     got = generate(model, inputs, 8, past_key_values=cache(side, model), prompt_lookup_num_tokens=3).tolist()
     assert got == expected
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("family", CAPPED)
+def test_changed_logits_are_those_of_eager_attention(family, side, device):
+    """With a budget of all tokens, padding, and blocks; also with a cache of transformers. Without the change, the
+    model's tokens are others."""
+    model, inputs = made(family, device), prompts(13, [0, 5], device)
+    used = cache(side, model, budget=20), transformers.DynamicCache(config=model.config)
+    found = [generate(model, inputs, 8, past_key_values=one).tolist() for one in used]
+    model.set_attn_implementation("eager")
+    expected = generate(model, inputs, 8).tolist()
+    assert found == [expected, expected]
+    for layer in model.model.layers:
+        if family == "gpt_oss":
+            layer.self_attn.sinks.data.fill_(-torch.inf)
+        layer.self_attn.attn_logit_softcapping = None
+    assert generate(model, inputs, 8).tolist() != expected
+
+
+def test_sinks_are_those_that_the_model_has_now(device):
+    """A cache keeps no copy: weights change in place, or others take their place."""
+    model, inputs = made("gpt_oss", device), prompts(13, [0, 5], device)
+    used, found = cache("reference", model, budget=20), []
+    for layer in (None, model.model.layers[1].self_attn):
+        if layer is not None:
+            layer.sinks = torch.nn.Parameter(layer.sinks + 30)
+        fresh = cache("reference", model, budget=20)
+        found.append([generate(model, inputs, 8, past_key_values=one).tolist() for one in (used, fresh)])
+        used.reset()
+    assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
 
 
 @pytest.mark.kind("bad_input")

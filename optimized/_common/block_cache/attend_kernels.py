@@ -8,7 +8,8 @@ With POSITIONS, the queries are those of a window instead of the last slots: see
 hold at most `capacity` tokens are skipped. With FP8, keys and values are codes of this format (see `from_fp8`), uint8,
 with scales of KV heads: that of keys is part of `scale`, and that of values multiplies the outputs. In attention_kernel
 and received_kernel, a query's row is query * GROUP + head of the group, so that all heads of a KV head share the loaded
-keys. Logits are in base 2. Strides of queries and caches are divided by UNIT (see _common.launch.stride_unit).
+keys. Logits are in base 2; scale and softcap, a number or None: see `scaled_logit`. Strides of queries and caches are
+divided by UNIT (see _common.launch.stride_unit).
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from ..numerics import (
     finite_or_zero,
     from_fp8,
     log2_or_minus_inf,
-    multiply,
     previous_done,
     round_output,
     round_to,
+    scaled_logit,
 )
 from ..scratch import is_last
+from ..softmax import begin as begin_softmax
 from ..softmax import divide, merge_outputs, merge_sums, weigh
 
 _SIZES = [
@@ -56,7 +58,7 @@ def _extent(occupied, occupied_s, end):
 
 @triton.jit
 def _attend_tiles(
-    q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, begin, first, second, slots,
+    q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, softcap, begin, first, second, slots,
     key_s, key_d, value_s, value_d, occupied_s, position_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, POSITIONS: tl.constexpr, OUTPUT: tl.constexpr, STAGES: tl.constexpr,
@@ -87,7 +89,7 @@ def _attend_tiles(
         if FP8 is not None:
             k = from_fp8(k, q.dtype, FP8)
         product = dot(q, tl.trans(k))                                  # [ROWS, BLOCK]
-        logit = multiply(product, scale)
+        logit = scaled_logit(product, scale, softcap)
         if MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
         if CAUSAL:
@@ -96,7 +98,7 @@ def _attend_tiles(
             else:
                 at = s64
             logit = tl.where(at[None, :] <= sees[:, None], logit, float("-inf"))
-        if MASKED or CAUSAL:
+        if MASKED or CAUSAL or softcap is not None:
             highest = tl.max(logit, 1)
         elif NEGATIVE:
             highest = tl.min(product, 1) * scale
@@ -144,7 +146,7 @@ def _merge_splits(
 @triton.jit(do_not_specialize=[*_SIZES, *_POSITIONS, *_SCALES, "splits", "split_tiles"])
 def attention_kernel(
     query, key, value, key_scale, value_scale, occupied, query_positions, positions, counts, output, softmax_parts,
-    partial, row_maxima, weight_sums, completion_counters, scale,
+    partial, row_maxima, weight_sums, completion_counters, sink_logits, scale, softcap,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, value_scale_h, splits, split_tiles,
@@ -195,8 +197,7 @@ def attention_kernel(
         query + ((row % GROUP).to(tl.int64)[:, None] * query_h + i[:, None] * query_q) * UNIT + d[None, :] * query_d,
         mask=attends[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
     )
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([ROWS], tl.float32)
+    row_max, weight_sum = begin_softmax(sink_logits, head, valid & (split == 0), ROWS)
     acc = tl.zeros([ROWS, D_PAD if OUTPUT else 16], tl.float32)
     begin = 0
     if SPLITS > 1:
@@ -209,12 +210,12 @@ def attention_kernel(
     gap_tiles = tl.cdiv(tl.maximum(begin + used - gap, 0), BLOCK)
     own = tl.maximum(past // BLOCK * BLOCK, gap + gap_tiles * BLOCK)
     acc, row_max, weight_sum = _attend_tiles(
-        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, begin, full, end, end,
+        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, softcap, begin, full, end, end,
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, False, POSITIONS, POSITIONS, OUTPUT, STAGES, NEGATIVE, FP8,
     )
     acc, row_max, weight_sum = _attend_tiles(
-        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, gap, gap_tiles, own, end,
+        q, sees, acc, row_max, weight_sum, key, value, occupied, positions, scale, softcap, gap, gap_tiles, own, end,
         key_s * UNIT, key_d, value_s * UNIT, value_d, occupied_s, position_s,
         HEAD_DIM, D_PAD, BLOCK, True, True, POSITIONS, OUTPUT, 2, NEGATIVE, FP8,
     )
@@ -246,8 +247,8 @@ def attention_kernel(
 
 @triton.jit
 def _receive_tiles(
-    k, at, last, total, query, softmax_parts, query_positions, scale, first, count, past, parts_all, parts_h, query_h,
-    query_q, query_d, asks_q,
+    k, at, last, total, query, softmax_parts, query_positions, scale, softcap, first, count, past, parts_all, parts_h,
+    query_h, query_q, query_d, asks_q,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
     POSITIONS: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -271,7 +272,7 @@ def _receive_tiles(
             queries + begin.to(tl.int64) * query_q, mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )
         # The arithmetic of `_attend_tiles`, but masked afterwards, so that the mask does not change the rounding.
-        weight = tl.exp2(multiply(dot(q, tl.trans(k)), scale) - shift[:, None])  # [ROWS, BLOCK]
+        weight = tl.exp2(scaled_logit(dot(q, tl.trans(k)), scale, softcap) - shift[:, None])  # [ROWS, BLOCK]
         if POSITIONS:
             sees = tl.load(query_positions + (begin + nth).to(tl.int64) * asks_q, mask=valid, other=-1)
             weight = tl.where(at[None, :] <= sees[:, None], weight, 0.0)
@@ -285,7 +286,8 @@ def _receive_tiles(
 @triton.jit
 def _receive_block(
     first, batch_head, query, key, occupied, query_positions, positions, softmax_parts, result, magnitude, rank, scale,
-    slots, count, parts_all, parts_h, result_h, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q, position_s,
+    softcap, slots, count, parts_all, parts_h, result_h, query_h, query_q, query_d, key_s, key_d, occupied_s, asks_q,
+    position_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     POSITIONS: tl.constexpr, MEAN: tl.constexpr, ADD: tl.constexpr, MAGNITUDE: tl.constexpr, STAGES: tl.constexpr,
     FP8: tl.constexpr, WAITS: tl.constexpr,
@@ -327,8 +329,8 @@ def _receive_block(
         nearest = first * 0
     # One loop, also for keys to which all queries attend: two would wait for each other's loads.
     total = _receive_tiles(
-        k, at, first + BLOCK - 1, total, query, softmax_parts, query_positions, scale, nearest, count, past, parts_all,
-        parts_h, query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, POSITIONS, STAGES,
+        k, at, first + BLOCK - 1, total, query, softmax_parts, query_positions, scale, softcap, nearest, count, past,
+        parts_all, parts_h, query_h, query_q, query_d, asks_q, GROUP, HEAD_DIM, D_PAD, ROWS, QUERIES, POSITIONS, STAGES,
     )
     received = tl.where(holds, tl.sum(total, 0) / divisor, 0.0)
     into = batch_head * result_h + s
@@ -346,7 +348,7 @@ def _receive_block(
 )
 def received_kernel(
     query, key, value, key_scale, occupied, query_positions, positions, counts, softmax_parts, result, magnitude, rank,
-    scale, slots, count, heads, query_b, query_h, query_q, query_d,
+    scale, softcap, slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     capacity, asks_b, asks_q, position_b, position_h, position_s, key_scale_h, each, result_h, parts_all, parts_h,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -381,22 +383,22 @@ def received_kernel(
         for first in range(number * each * BLOCK, tl.minimum((number + 1) * each * BLOCK, slots), BLOCK):
             _receive_block(
                 first, batch_head, query, key, occupied, query_positions, positions, softmax_parts, result, magnitude,
-                rank, scale, slots, count, parts_all, parts_h, result_h, query_h * UNIT, query_q * UNIT, query_d,
-                key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS,
-                MEAN, ADD, MAGNITUDE, STAGES, FP8, False,
+                rank, scale, softcap, slots, count, parts_all, parts_h, result_h, query_h * UNIT, query_q * UNIT,
+                query_d, key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
+                POSITIONS, MEAN, ADD, MAGNITUDE, STAGES, FP8, False,
             )
     else:
         _receive_block(
             number * BLOCK, batch_head, query, key, occupied, query_positions, positions, softmax_parts, result,
-            magnitude, rank, scale, slots, count, parts_all, parts_h, result_h, query_h * UNIT, query_q * UNIT, query_d,
-            key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK, POSITIONS, MEAN,
-            ADD, MAGNITUDE, STAGES, FP8, DEPENDENT,
+            magnitude, rank, scale, softcap, slots, count, parts_all, parts_h, result_h, query_h * UNIT, query_q * UNIT,
+            query_d, key_s * UNIT, key_d, occupied_s, asks_q, position_s, GROUP, HEAD_DIM, D_PAD, ROWS, BLOCK,
+            POSITIONS, MEAN, ADD, MAGNITUDE, STAGES, FP8, DEPENDENT,
         )
 
 
 @triton.jit(do_not_specialize=[*_SIZES, "result_h", "key_scale_h"])
 def newest_kernel(
-    query, key, value, key_scale, occupied, softmax_parts, result, log_result, scale, result_h, key_scale_h,
+    query, key, value, key_scale, occupied, softmax_parts, result, log_result, scale, softcap, result_h, key_scale_h,
     slots, count, heads, query_b, query_h, query_q, query_d,
     key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d, occupied_b, occupied_h, occupied_s,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -442,7 +444,7 @@ def newest_kernel(
         softmax_parts + tl.num_programs(0).to(tl.int64) // blocks * GROUP * count + part, mask=asks, other=0.0
     )
     sees = holds & (s <= past + newest)
-    logit = multiply(dot(k, tl.trans(q)), scale) - shift[None, :]      # [BLOCK, ROWS]
+    logit = scaled_logit(dot(k, tl.trans(q)), scale, softcap) - shift[None, :]  # [BLOCK, ROWS]
     logit = tl.where(sees[:, None] & asks[None, :], logit, float("-inf"))
     weight = tl.sum(tl.exp2(logit) * inverse[None, :], 1) / GROUP
     stored = s < slots

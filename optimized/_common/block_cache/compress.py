@@ -69,8 +69,8 @@ def between(sizes: Sizes, observers: int, device: torch.device) -> Between:
 )
 def weigh_window(
     window_query: Tensor, window_positions: Tensor, key: Tensor, occupied: Tensor, positions: Tensor, counts: Tensor,
-    softmax_parts: Tensor, received: Tensor, completion_counters: Tensor, scale: float, budget: int, capacity: int,
-    count: int,
+    softmax_parts: Tensor, received: Tensor, completion_counters: Tensor,
+    sink_logits: Tensor | None, scale: float, softcap: float | None, budget: int, capacity: int, count: int,
 ) -> None:
     """Store the attention that the window's queries give to each key, for `compress`, in `received`. If capacity is
     larger than the budget, only for heads that are due.
@@ -82,8 +82,11 @@ def weigh_window(
     end = capacity + count
     keys, there, places = key[:, :, :end], occupied[:, :, :end], positions[:, :, :end]
     window = Window(window_positions, places, None if capacity == budget else counts, capacity)
-    launch_attention(window_query, keys, None, there, window, None, softmax_parts, completion_counters, scale)
-    launch_received(window_query, keys, there, window, softmax_parts, received, scale, mean=True)
+    launch_attention(
+        window_query, keys, None, there, window, None, softmax_parts, completion_counters, scale, softcap=softcap,
+        sink_logits=sink_logits,
+    )
+    launch_received(window_query, keys, there, window, softmax_parts, received, scale, mean=True, softcap=softcap)
 
 
 @operation(

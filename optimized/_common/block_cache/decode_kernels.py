@@ -7,9 +7,10 @@ programs. Until the new token has a slot, it is read from the caller's tensors; 
 
 Buffers are as in `evict_kernels.py`; the slots per row are divided by UNIT, which tells the compiler the alignment.
 With GROWS, `budget` is the most tokens that a head may hold before this one and `counts` is how many it holds; the new
-token takes the next slot, and the caller evicts, with rules that need logits by the `ranks` that they store. Scratch is
-indexed by batch_head or by query head; logits [batch_heads, padded, GROUP_PAD] are in base 2. With PAGE > 0, keys and
-values lie in pages of PAGE slots: see `paged_rows.py`. Otherwise what describes pages is None.
+token takes the next slot, and the caller evicts, with rules that need logits by the `ranks` that they store.
+sink_logits: see `softmax.begin`. Scratch is indexed by batch_head or by query head; logits [batch_heads, padded,
+GROUP_PAD] are in base 2. With PAGE > 0, keys and values lie in pages of PAGE slots: see `paged_rows.py`. Otherwise what
+describes pages is None.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import triton
 import triton.language as tl
 
 from ..launch import SMALL_TILES
-from ..numerics import dot, multiply, round_output, round_to
+from ..numerics import dot, round_output, round_to, scaled_logit
 from ..paged_rows import offset, tile
 from ..scratch import is_last
+from ..softmax import begin as begin_softmax
 from ..softmax import merge_outputs, weigh_tile
 from .score_kernels import (
     ACTIVATE,
@@ -43,12 +45,12 @@ _COMPARED = tl.constexpr(1 if SMALL_TILES else 64)
 
 @triton.jit
 def _tile(
-    q, k, v, acc, row_max, weight_sum, logits, s, inside, scale,
+    q, k, v, acc, row_max, weight_sum, logits, s, inside, scale, softcap,
     GROUP_PAD: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, KEEP: tl.constexpr,
 ):
     """One tile of an online softmax: ROWS queries times k [BLOCK, D]. KEEP: store the logits of GROUP_PAD queries."""
     row = tl.arange(0, ROWS)
-    logit = multiply(dot(q, tl.trans(k)), scale)                       # [ROWS, BLOCK]
+    logit = scaled_logit(dot(q, tl.trans(k)), scale, softcap)          # [ROWS, BLOCK]
     valid = (row < GROUP_PAD)[:, None]
     if MASKED:
         logit = tl.where(inside[None, :], logit, float("-inf"))
@@ -63,8 +65,8 @@ def _tile(
 
 @triton.jit
 def _attend_share(
-    q, key, value, new_key, new_value, logits, scale, begin, end, budget, arrives, new_key_d, new_value_d,
-    pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
+    q, row_max, weight_sum, key, value, new_key, new_value, logits, scale, softcap, begin, end, budget, arrives,
+    new_key_d, new_value_d, pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
     GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     KEEP: tl.constexpr, PAGE: tl.constexpr,
 ):
@@ -74,8 +76,6 @@ def _attend_share(
     in_head = (d < HEAD_DIM)[None, :]
     # One pointer per tile plus constant offsets: 64-bit pointers per element would fill the registers.
     at = i[:, None] * HEAD_DIM + d[None, :]
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, D_PAD], 0.0, tl.float32)
     whole = begin + tl.maximum(end - begin, 0) // BLOCK * BLOCK
     for start in range(begin, whole, BLOCK):
@@ -93,7 +93,8 @@ def _attend_share(
             k = tl.load(keys + at, mask=in_head, other=0.0)
             v = tl.load(values + at, mask=in_head, other=0.0)
         acc, row_max, weight_sum = _tile(
-            q, k, v, acc, row_max, weight_sum, logits, start + i, i < BLOCK, scale, GROUP_PAD, ROWS, False, KEEP
+            q, k, v, acc, row_max, weight_sum, logits, start + i, i < BLOCK, scale, softcap, GROUP_PAD, ROWS, False,
+            KEEP,
         )
     if whole < end:
         inside = whole + i < end
@@ -108,7 +109,8 @@ def _attend_share(
             k = tl.load(keys + at, mask=inside[:, None] & in_head, other=0.0)
             v = tl.load(values + at, mask=inside[:, None] & in_head, other=0.0)
         acc, row_max, weight_sum = _tile(
-            q, k, v, acc, row_max, weight_sum, logits, whole + i, inside, scale, GROUP_PAD, ROWS, True, KEEP
+            q, k, v, acc, row_max, weight_sum, logits, whole + i, inside, scale, softcap, GROUP_PAD, ROWS, True,
+            KEEP,
         )
     if arrives:
         # In a tile of its own, so that a duplicate of the new token gets a bitwise-equal logit.
@@ -116,7 +118,8 @@ def _attend_share(
         k = tl.load(new_key + i[:, None] * 0 + d[None, :] * new_key_d, mask=first, other=0.0)
         v = tl.load(new_value + i[:, None] * 0 + d[None, :] * new_value_d, mask=first, other=0.0)
         acc, row_max, weight_sum = _tile(
-            q, k, v, acc, row_max, weight_sum, logits, budget + i, i == 0, scale, GROUP_PAD, ROWS, True, KEEP
+            q, k, v, acc, row_max, weight_sum, logits, budget + i, i == 0, scale, softcap, GROUP_PAD, ROWS, True,
+            KEEP,
         )
     return acc, row_max, weight_sum
 
@@ -226,7 +229,8 @@ _SIZES = [
 def step_kernel(
     query, new_key, new_value, key, value, occupied, positions, score, token_index, carried, valid_seen, seen,
     output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters, counts, ranks, window_query,
-    window_positions, scale, alpha, budget, slots, padded, share, splits, heads, rows, sinks, recent, offset, observers,
+    window_positions, sink_logits, scale, softcap, alpha, budget, slots, padded, share, splits, heads, rows, sinks,
+    recent, offset, observers,
     query_b, query_h, query_d, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     pages, pages_b, pages_s, key_p, key_h, key_s, key_d, value_p, value_h, value_s, value_d,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -264,8 +268,10 @@ def step_kernel(
     head = (k_head * GROUP + row)[:, None]
     q = tl.load(query + b * query_b + head * query_h + d[None, :] * query_d, mask=mask, other=0.0)
     begin = split * share * BLOCK
+    row_max, weight_sum = begin_softmax(sink_logits, k_head * GROUP + row, (row < GROUP) & (split == 0), ROWS)
     acc, row_max, weight_sum = _attend_share(
-        q, key, value, new_key, new_value, logits, scale, begin, tl.minimum(begin + share * BLOCK, tokens), budget,
+        q, row_max, weight_sum, key, value, new_key, new_value, logits, scale, softcap, begin,
+        tl.minimum(begin + share * BLOCK, tokens), budget,
         split == splits - 1, new_key_d, new_value_d,
         pages, key_p, key_s, key_d, value_p, value_s, value_d, pages_s,
         GROUP_PAD, HEAD_DIM, D_PAD, ROWS, BLOCK, RULE < RANDOM and RULE != NOTHING, PAGE,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch import INTERPRETED, SMALL_TILES
-from ..numerics import dot, multiply
+from ..numerics import dot, scaled_logit
 
 #: The tile for much work and short rows: (queries, slots, warps). The best measured on an H200.
 TILE = (32, 128, 4)
@@ -28,7 +28,7 @@ def group_weights_tile(query: Tensor, key: Tensor) -> tuple[int, int, int]:
 
 @triton.jit
 def group_weights(
-    k, query, softmax_parts, asks, i, count, all_queries, scale, query_h, query_q, query_d,
+    k, query, softmax_parts, asks, i, count, all_queries, scale, softcap, query_h, query_q, query_d,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """The weights that queries i [ROWS] give to keys k [BLOCK, D_PAD], summed over the heads of the group:
@@ -44,7 +44,7 @@ def group_weights(
             query + i64[:, None] * query_q + d[None, :] * query_d,
             mask=asks[:, None] & (d < HEAD_DIM)[None, :], other=0.0,
         )
-        part = tl.exp2(multiply(dot(k, tl.trans(q)), scale) - shift[None, :])
+        part = tl.exp2(scaled_logit(dot(k, tl.trans(q)), scale, softcap) - shift[None, :])
         weight += tl.where((inverse != 0.0)[None, :], part, 0.0) * inverse[None, :]
         query += query_h
         softmax_parts += count

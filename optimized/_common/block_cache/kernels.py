@@ -26,7 +26,7 @@ from ..launch import (
     padded_head_dim,
     stride_unit,
 )
-from ..numerics import LOG2_E
+from ..numerics import logit_factors
 from ..operation import operation
 from .attend_kernels import attention_kernel, received_kernel
 
@@ -61,13 +61,14 @@ def codes(
 def attend(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float,
     completion_counters: Tensor | None = None, stored: Stored = PLAIN, output: Tensor | None = None,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> Attended:
     """Attention of the queries of the last Q slots, causal among themselves.
 
     query [B, Hq, Q, D]; key, value [B, Hkv, S, D], any strides; occupied [B, S] or [B, Hkv, S] bool. The query of an
     unoccupied slot attends to nothing: its output is 0. completion_counters: zeros, at least `counters_of`, by default
     allocated. FP8 keys and values: their codes as uint8, and `stored`. output: where to store the output, contiguous,
-    without FP8.
+    without FP8. softcap: see `kvtwin.reference.attention.softcapped`. sink_logits [Hq], contiguous: of attention sinks.
     """
     fp8, *scales = stored
     if output is not None:
@@ -76,13 +77,17 @@ def attend(
                 f"output must be contiguous, {tuple(query.shape)} {query.dtype}, without FP8, got "
                 f"{tuple(output.shape)} {output.dtype}"
             )
-        return Attended(output, _attend_into(query, key, value, occupied, output, completion_counters, scale))
-    return Attended(*_attend(query, key, value, *scales, occupied, scale, completion_counters, fp8))
+        return Attended(output, _attend_into(
+            query, key, value, occupied, output, completion_counters, sink_logits, scale, softcap
+        ))
+    return Attended(*_attend(
+        query, key, value, *scales, occupied, sink_logits, scale, softcap, completion_counters, fp8
+    ))
 
 
 def received(
     query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, scale: float, *, mean: bool,
-    stored: Stored = PLAIN,
+    stored: Stored = PLAIN, softcap: float | None = None,
 ) -> Tensor:
     """Each key's weights summed over all queries, averaged over the group: [B, Hkv, S] float32, 0 if unoccupied.
 
@@ -90,22 +95,24 @@ def received(
     the last queries of a block, the last ones of its attention's softmax_parts, a slice. The
     launch before this one is that attention: keys are read before it has ended.
     """
-    result: Tensor = _received(query, key, stored.key_scale, occupied, softmax_parts, scale, mean, stored.fp8)
+    result: Tensor = _received(
+        query, key, stored.key_scale, occupied, softmax_parts, scale, softcap, mean, stored.fp8
+    )
     return result
 
 
 def accumulate(
     query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, magnitude: Tensor | None,
-    scale: float,
+    scale: float, softcap: float | None,
 ) -> Tensor:
     """Add what `received` returns to a state's score [B, Hkv, slots] float32, contiguous. Returns the sums for the
     slots of the keys, [B, Hkv, S], times magnitude, if given: a tensor like score."""
     end = key.shape[2]
     if magnitude is None:
-        _accumulate(query, key, occupied, softmax_parts, score, None, None, scale)
+        _accumulate(query, key, occupied, softmax_parts, score, None, None, scale, softcap)
         return score[..., :end]
     rank = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    _accumulate(query, key, occupied, softmax_parts, score, magnitude, rank, scale)
+    _accumulate(query, key, occupied, softmax_parts, score, magnitude, rank, scale, softcap)
     return rank
 
 
@@ -200,14 +207,15 @@ def scale_stride(scale: Tensor | None) -> int | None:
 @operation("kvtwin::block_attend", mutates_args=("completion_counters",))
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None, occupied: Tensor,
-    scale: float, completion_counters: Tensor | None, fp8: torch.dtype | None,
+    sink_logits: Tensor | None, scale: float, softcap: float | None, completion_counters: Tensor | None,
+    fp8: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """See `attend`. Codes of FP8 are uint8: torch's checks of operations cannot compare FP8 tensors."""
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     softmax_parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
     launch_attention(
         query, key, value, occupied, None, output, softmax_parts, completion_counters, scale,
-        Stored(fp8, key_scale, value_scale),
+        Stored(fp8, key_scale, value_scale), softcap, sink_logits,
     )
     return output, softmax_parts
 
@@ -220,11 +228,14 @@ def _(query: Tensor) -> tuple[Tensor, Tensor]:
 @operation("kvtwin::block_attend_into", mutates_args=("output", "completion_counters"))
 def _attend_into(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, output: Tensor, completion_counters: Tensor | None,
-    scale: float,
+    sink_logits: Tensor | None, scale: float, softcap: float | None,
 ) -> Tensor:
     """See `attend`."""
     softmax_parts = torch.empty(2, *query.shape[:3], dtype=torch.float32, device=query.device)
-    launch_attention(query, key, value, occupied, None, output, softmax_parts, completion_counters, scale)
+    launch_attention(
+        query, key, value, occupied, None, output, softmax_parts, completion_counters, scale, softcap=softcap,
+        sink_logits=sink_logits,
+    )
     return softmax_parts
 
 
@@ -258,6 +269,7 @@ def _of_window(window: Window | None) -> tuple[tuple[Tensor | None, ...], tuple[
 def launch_attention(
     query: Tensor, key: Tensor, value: Tensor | None, occupied: Tensor, window: Window | None, output: Tensor | None,
     softmax_parts: Tensor, completion_counters: Tensor | None, scale: float, stored: Stored = PLAIN,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> None:
     """Launch the attention of a block or of a window's queries. Without an output, it only computes the
     softmax_parts. With few rows, several programs share the slots."""
@@ -279,7 +291,7 @@ def launch_attention(
     with on_device_of(query):
         attention_kernel[(programs * splits,)](
             query, key, value, stored.key_scale, stored.value_scale, occupied, *tensors, output, softmax_parts,
-            *scratch, scale * LOG2_E.value, *_arguments(query, key, value, occupied), *numbers,
+            *scratch, sink_logits, *logit_factors(scale, softcap), *_arguments(query, key, value, occupied), *numbers,
             scale_stride(stored.key_scale), scale_stride(stored.value_scale), splits, each,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None, DUE=tensors[2] is not None,
             OUTPUT=output is not None, NEGATIVE=scale < 0, SPLITS=next_power_of_2(splits),
@@ -290,7 +302,7 @@ def launch_attention(
 def launch_received(
     query: Tensor, key: Tensor, occupied: Tensor, window: Window | None, softmax_parts: Tensor, result: Tensor,
     scale: float, *, mean: bool, add: bool = False, magnitude: Tensor | None = None, rank: Tensor | None = None,
-    stored: Stored = PLAIN,
+    stored: Stored = PLAIN, softcap: float | None = None,
 ) -> None:
     """Launch `received_kernel` into result [B, Hkv, S] float32. If heads may be skipped, there are fewer programs with
     several blocks of keys each, since even a program that returns at once takes time."""
@@ -306,8 +318,9 @@ def launch_received(
     with on_device_of(query):
         received_kernel[(heads * cdiv(blocks, each),)](
             query, key, key, stored.key_scale, occupied, *tensors, softmax_parts, result, magnitude, rank,
-            scale * LOG2_E.value, *_arguments(query, key, key, occupied), *numbers, scale_stride(stored.key_scale),
-            each, result.stride(1) if add else key.shape[2], softmax_parts.stride(0), attended,
+            *logit_factors(scale, softcap), *_arguments(query, key, key, occupied), *numbers,
+            scale_stride(stored.key_scale), each, result.stride(1) if add else key.shape[2], softmax_parts.stride(0),
+            attended,
             **shape, ROWS=rows, BLOCK=block, STAGES=stages, POSITIONS=window is not None,
             DUE=tensors[2] is not None, MEAN=mean, ADD=add, MAGNITUDE=magnitude is not None,
             FP8=fp8_format(stored.fp8, key.device), num_warps=warps, **dependent_launch(key.device),
@@ -317,11 +330,12 @@ def launch_received(
 @operation("kvtwin::block_received", mutates_args=())
 def _received(
     query: Tensor, key: Tensor, key_scale: Tensor | None, occupied: Tensor, softmax_parts: Tensor, scale: float,
-    mean: bool, fp8: torch.dtype | None,
+    softcap: float | None, mean: bool, fp8: torch.dtype | None,
 ) -> Tensor:
     result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
     launch_received(
-        query, key, occupied, None, softmax_parts, result, scale, mean=mean, stored=Stored(fp8, key_scale)
+        query, key, occupied, None, softmax_parts, result, scale, mean=mean, stored=Stored(fp8, key_scale),
+        softcap=softcap,
     )
     return result
 
@@ -334,8 +348,9 @@ def _(key: Tensor) -> Tensor:
 @operation("kvtwin::block_accumulate", mutates_args=("score", "rank"))
 def _accumulate(
     query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, magnitude: Tensor | None,
-    rank: Tensor | None, scale: float,
+    rank: Tensor | None, scale: float, softcap: float | None,
 ) -> None:
     launch_received(
-        query, key, occupied, None, softmax_parts, score, scale, mean=False, add=True, magnitude=magnitude, rank=rank
+        query, key, occupied, None, softmax_parts, score, scale, mean=False, add=True, magnitude=magnitude, rank=rank,
+        softcap=softcap,
     )

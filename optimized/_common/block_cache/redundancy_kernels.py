@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numerics import LOG2_E, dot, finite_or_zero, float32, multiply
+from ..numerics import LOG2_E, dot, finite_or_zero, float32, multiply, tanh
 from .similarity_kernels import keys_of, scaled
 
 #: Added to the norm of a key, as in the authors' code.
@@ -55,7 +55,7 @@ def _factors(k):
 
 @triton.jit
 def _largest_logits(
-    query, window_positions, k, w, b, k_head, heads, window, scale, d, in_head,
+    query, window_positions, k, w, b, k_head, heads, window, scale, softcap, d, in_head,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
 ):
     """Base-2 logits [QUERIES, TILE] of the window's queries w, the largest of the group; -inf for padding."""
@@ -67,6 +67,8 @@ def _largest_logits(
             query + (head * window + w)[:, None] * HEAD_DIM + d[None, :], mask=asks[:, None] & in_head, other=0.0
         )
         largest = tl.maximum(largest, multiply(dot(q, tl.trans(k)), scale))
+    if softcap is not None:                                            # once: it keeps the order
+        largest = multiply(tanh(largest), softcap)
     return tl.where(asks[:, None], largest, float("-inf"))
 
 
@@ -83,7 +85,7 @@ _SIZES = ["capacity", "end", "slots", "heads", "window", "parts_w"]
 @triton.jit(do_not_specialize=_SIZES)
 def prepare_kernel(
     query, window_positions, key, occupied, token_index, valid_seen, counts, age, by_age, factors, inverses, left_out,
-    sums, parts, score, scale, capacity, end, slots, width, heads, window, parts_w,
+    sums, parts, score, scale, softcap, capacity, end, slots, width, heads, window, parts_w,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
     BY_SCORE: tl.constexpr, OTHERS: tl.constexpr,
 ):
@@ -138,7 +140,8 @@ def prepare_kernel(
     for start in range(0, window, QUERIES):
         w = start + tl.arange(0, QUERIES)
         logit = _largest_logits(
-            query, window_positions, k, w, b, k_head, heads, window, scale, d, in_head, GROUP, HEAD_DIM, TILE, QUERIES
+            query, window_positions, k, w, b, k_head, heads, window, scale, softcap, d, in_head,
+            GROUP, HEAD_DIM, TILE, QUERIES
         )
         logit = tl.where(in_prefix[None, :], logit, float("-inf"))
         row_max = tl.max(logit, 1)
@@ -151,7 +154,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=[*_SIZES, "splits"])
 def importance_kernel(
     query, window_positions, key, counts, by_age, factors, inverses, left_out, sums, parts, latest, means, importance,
-    scale, capacity, end, slots, width, heads, window, parts_w, splits,
+    scale, softcap, capacity, end, slots, width, heads, window, parts_w, splits,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr, QUERIES: tl.constexpr,
     MERGED: tl.constexpr, EXEMPTS_FIRST: tl.constexpr,
 ):
@@ -201,7 +204,8 @@ def importance_kernel(
     for start in range(0, window, QUERIES):
         w = start + tl.arange(0, QUERIES)
         logit = _largest_logits(
-            query, window_positions, k, w, b, k_head, heads, window, scale, d, in_head, GROUP, HEAD_DIM, TILE, QUERIES
+            query, window_positions, k, w, b, k_head, heads, window, scale, softcap, d, in_head,
+            GROUP, HEAD_DIM, TILE, QUERIES
         )
         row_max = tl.full([QUERIES], float("-inf"), tl.float32)
         weight_sum = tl.zeros([QUERIES], tl.float32)

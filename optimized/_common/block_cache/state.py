@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....reference.contract import Sizes
 from ....reference.contract.arguments import check_config
-from ....reference.contract.attention import check_attention, check_slot_mask
+from ....reference.contract.attention import check_attention, check_sink_logits, check_slot_mask
 from ....reference.contract.blocks import BlockConfig
 from ....reference.contract.scales import FP8, check_scales
 from .. import graph
@@ -64,8 +64,8 @@ class BlockState(State):
     with padding included; -1 = free); score [B, Hkv, S] float32, the method's aggregate or last rank of each token,
     -inf in free slots. Between calls, tokens are in the first slots without gaps, at most `capacity` of them. All
     buffers are updated in place, and a step can be captured in a CUDA graph. float32, float16 or bfloat16; D from 16 to
-    256; up to 16 query heads per KV head. TypeError or ValueError for other arguments, and for CPU tensors outside
-    Triton's interpreter.
+    256; up to 16 query heads per KV head. sink_logits: see the reference's `BlockState`. TypeError or ValueError for
+    other arguments, and for CPU tensors outside Triton's interpreter.
 
     A method must say:
 
@@ -112,12 +112,13 @@ class BlockState(State):
 
     def __init__(
         self, config: Any, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
-        dtype: torch.dtype, device: torch.device | str,
+        dtype: torch.dtype, device: torch.device | str, sink_logits: Tensor | None = None,
     ) -> None:
         super().__init__(
             check_config(config, self.Config), slots=config.capacity + config.block_size, batch=batch,
             query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, dtype=dtype, device=device,
         )
+        self.sink_logits = check_sink_logits(sink_logits, self.sizes, self.device)
         self._policy = self._make_policy()
         rows = (batch, key_value_heads, self.sizes.slots)
         self._allocate_tokens()
@@ -156,8 +157,8 @@ class BlockState(State):
             "token_index": self._token_index, "carried": self._carried if self._rule in CARRYING else None,
             "valid_seen": self._valid_seen, "seen": self._seen, **self._scratch._asdict(), "counts": self._counts,
             "ranks": self._ranks, "window_query": window_query, "window_positions": window_positions,
-            "scale": self.scale, "budget": self.config.capacity, "rule": self._rule, "sinks": policy.sinks,
-            "recent": policy.recent, "offset": policy.offset, "alpha": policy.alpha,
+            "scale": self.scale, "softcap": self.config.softcap, "budget": self.config.capacity, "rule": self._rule,
+            "sinks": policy.sinks, "recent": policy.recent, "offset": policy.offset, "alpha": policy.alpha,
         })
 
     @property
@@ -189,7 +190,8 @@ class BlockState(State):
         padded = occupied is not None
         occupied = self._check_prompt(query, key, value, occupied)
         self._check_empty(", or append_block()")
-        whole = self._library_attends and occupied.shape[1] <= self.config.block_size
+        whole = self._library_attends and occupied.shape[1] <= self.config.block_size and self.config.softcap is None
+        whole = whole and self.sink_logits is None                     # PyTorch's kernels have neither
         if whole and not padded and (output := self._take_prompt(query, key, value, occupied)) is not None:
             return output
         self._prompt_kernel = library_kernel(query, key, value, self.scale) if whole else OWN
@@ -248,7 +250,9 @@ class BlockState(State):
         else:
             held_key, held_value, block_table = self._tokens()
             self._start_change("step")
-            output = block_step(query, key, value, held_key, held_value, *self._arguments, block_table)
+            output = block_step(
+                query, key, value, held_key, held_value, *self._arguments, block_table, self.sink_logits
+            )
             self._finish_step(query)
         self._end_change()
         return output
@@ -309,7 +313,7 @@ class BlockState(State):
         compared, keys = self._compared(query, valid, end)
         output, softmax_parts = attend(
             compared, keys, self.value[:, :, :end], self.occupied[:, :, :end], self.scale, self._counters,
-            output=output,
+            output=output, softcap=self.config.softcap, sink_logits=self.sink_logits,
         )
         if early:
             graph.join(side)

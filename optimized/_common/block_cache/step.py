@@ -22,7 +22,7 @@ from ..launch import (
     padded_slots,
     split_slots,
 )
-from ..numerics import LOG2_E
+from ..numerics import logit_factors
 from ..operation import operation
 from .decode_kernels import finish_kernel, step_kernel
 from .score_kernels import ACTIVATE, AGE, APPEND, NEWEST, NOTHING, RANDOM, RENEW, SUM
@@ -120,8 +120,8 @@ def step(
     score: Tensor, token_index: Tensor, carried: Tensor | None, valid_seen: Tensor, seen: Tensor,
     workspace: Tensor, candidates: Tensor, completion_counters: Tensor,
     counts: Tensor | None, ranks: Tensor | None, window_query: Tensor | None, window_positions: Tensor | None,
-    scale: float, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
-    block_table: Tensor | None = None,
+    scale: float, softcap: float | None, budget: int, rule: str, sinks: int, recent: int, offset: int, alpha: float,
+    block_table: Tensor | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Add one token: attention to the cache and to itself, update of the scores, and its slot, if the rule gives one.
 
@@ -134,7 +134,8 @@ def step(
     caller evicts: the rules of WEIGHING store in ranks [B, Hkv, S] (float32; int64 with "renew") what a head with
     `budget` + 1 tokens is to be ranked by, by slot. "append" needs counts; the query replaces the oldest in
     window_query [B, Hq, W, D] and window_positions [B, W]. With block_table [B, n], which needs "nothing", key and
-    value are in pages [pages, Hkv, page_size, D], any strides. Returns the output [B, Hq, D].
+    value are in pages [pages, Hkv, page_size, D], any strides. sink_logits [Hq], contiguous, or None. Returns the
+    output [B, Hq, D].
     """
     batch, query_heads, head_dim = query.shape
     _, heads, slots = occupied.shape
@@ -170,9 +171,9 @@ def step(
     with on_device_of(key):
         step_kernel[(batch_heads * plan.splits,)](
             query, *state, output, logits, partial, row_maxima, weight_sums, normalisers, completion_counters,
-            *grown, *window, scale * LOG2_E.value, alpha, budget, slots // unit, padded, plan.share, plan.splits,
-            *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(), *strides, block_table,
-            *page_strides, **attends, ROWS=group_rows(group, query.dtype), BLOCK=plan.block,
+            *grown, *window, sink_logits, *logit_factors(scale, softcap), alpha, budget, slots // unit, padded,
+            plan.share, plan.splits, *numbers, 1 if window_query is None else window_query.shape[2], *query.stride(),
+            *strides, block_table, *page_strides, **attends, ROWS=group_rows(group, query.dtype), BLOCK=plan.block,
             CHUNK=32 if SMALL_TILES else min(CHUNK, 8 * CHUNK // group_pad), PAGE=key.shape[2] if paged else 0,
             FUSED=plan.fused, DISCARD=plan.fused and discards(key.device),
             num_warps=WARPS if plan.fused or key.element_size() == 4 else 2, num_stages=STAGES if plan.fused else 2,
