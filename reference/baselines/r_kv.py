@@ -94,8 +94,10 @@ def redundancy(
     similar.diagonal(dim1=-2, dim2=-1).zero_()
     similar.masked_fill_(~(occupied[..., :, None] & occupied[..., None, :]), 0)          # not above any threshold
     by_age = positions.argsort(-1)
-    age = by_age.argsort(-1).to(torch.int32)[..., None, :].where(similar > threshold, -1).amax(-1)
-    latest, place = age[..., None], by_age.gather(-1, age.long().clamp_min(0))[..., None]  # of row i, [B, Hkv, S, 1]
+    age = by_age.argsort(-1)[..., None, :]                                               # [B, Hkv, 1, S]
+    above = similar.clone().gt_(threshold)                 # 1 or 0 as floating-point numbers, which torch does faster
+    latest = above.mul_(age + 1).amax(-1, keepdim=True).long() - 1                       # of row i, [B, Hkv, S, 1]
+    place = by_age[..., None].gather(-2, latest.clamp_min(0))
     first = positions.masked_fill(~occupied, torch.iinfo(positions.dtype).max).argmin(-1)[..., None, None]
     place = torch.where(latest >= 0, place, first)
     exempt = (latest >= 0) | exempts_first
@@ -149,7 +151,7 @@ class RKVState(BlockState):
             exempts_first=config.exempts_first,
         )
         repeated = functional.pad(repeated, (0, self.sizes.slots - end))
-        score = config.mix_lambda * self._importance(prefix, places) - (1 - config.mix_lambda) * repeated
+        score = config.mix_lambda * self._importance(prefix, places, end) - (1 - config.mix_lambda) * repeated
         return score.masked_fill(~prefix, INF)
 
     def _places(self) -> Tensor:
@@ -162,11 +164,13 @@ class RKVState(BlockState):
         by_age = torch.empty_like(lowest).scatter(-1, place, lowest)
         return order(by_age).gather(-1, place)
 
-    def _importance(self, prefix: Tensor, places: Tensor) -> Tensor:
+    def _importance(self, prefix: Tensor, places: Tensor, end: int) -> Tensor:
         """The importance of the tokens of prefix [B, Hkv, S] bool, pooled along `places`: [B, Hkv, S]."""
-        logit = logits(                                                                  # [B, Hq, W, S]
-            self._window_query, self.key, self.occupied, scale=self.scale, softcap=self.config.softcap
+        logit = logits(
+            self._window_query, self.key[:, :, :end], self.occupied[..., :end], scale=self.scale,
+            softcap=self.config.softcap,
         )
+        logit = functional.pad(logit, (0, self.sizes.slots - end), value=-INF)           # [B, Hq, W, S]
         largest = logit.unflatten(1, (self.sizes.key_value_heads, -1)).amax(2)           # [B, Hkv, W, S]
         asks = (self._window_positions >= 0)[:, None, :, None]
         weight = softmax(largest.masked_fill(~(prefix[:, :, None] & asks), -INF))

@@ -136,9 +136,12 @@ class SnapKVState(BlockState):
         positions = chunk.positions.where(chunk.valid, -1)                                # [B, Q]
         self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -observers:])
 
-        logit = logits(                                                                 # [B, Hq, W, S]
-            self._window_query, self.key, self.occupied, scale=self.scale, softcap=self.config.softcap
+        end = self.config.capacity + chunk.query.shape[2]                               # slots from here on are free
+        logit = logits(
+            self._window_query, self.key[:, :, :end], self.occupied[..., :end], scale=self.scale,
+            softcap=self.config.softcap,
         )
+        logit = functional.pad(logit, (0, self.sizes.slots - end), value=-INF)          # [B, Hq, W, S]
         future = self.positions[:, :, None] > self._window_positions[:, None, :, None]  # [B, Hkv, W, S]
         future = future.repeat_interleave(self.sizes.group, dim=1)
         logit = with_sinks(logit, self.sink_logits)
