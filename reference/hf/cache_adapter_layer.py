@@ -181,7 +181,7 @@ class StateLayer(CacheLayerMixin):
         s_aux: Tensor | None = None,
     ) -> None:
         """Create a state for these tokens, unless the current one fits. ValueError if that one holds tokens."""
-        sizes = {
+        sizes: dict[str, Any] = {
             "batch": key.shape[0], "query_heads": query.shape[1], "key_value_heads": key.shape[1],
             "head_dim": key.shape[3], "dtype": key.dtype, "device": key.device, "softcap": softcap,
             "sinks": s_aux is not None,
