@@ -13,6 +13,7 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
+from kvtwin.conformance.methods.every_method.test_caches_captured import CACHES, FIRST, check
 from kvtwin.conformance.methods.every_method.test_caches_rows import SIDES, fed
 from kvtwin.conformance.methods.support.hf_cases import feed
 from kvtwin.conformance.methods.support.tiny_models import VOCABULARY, filled, generate, prompts
@@ -50,10 +51,10 @@ every_family = pytest.mark.parametrize(("family", "side"), [
 ])
 
 
-def made(family: str, device: torch.device) -> Any:
+def made(family: str, device: torch.device, first: str = "sliding_attention") -> Any:
     layers: dict[str, Any] = {"sliding_window": None}
     if family in (*WINDOWS, *CAPPED):
-        layers = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+        layers = {"sliding_window": 4, "layer_types": [first, "full_attention"]}
     config = type(AutoConfig.for_model(family))(**SIZES, **layers, **CAPPED.get(family, {}))
     model = filled(getattr(transformers, MODELS[family]), config).to(device)
     model.set_attn_implementation("kvtwin")
@@ -99,6 +100,13 @@ def test_changed_logits_are_those_of_eager_attention(family, side, device):
             layer.self_attn.sinks.data.fill_(-torch.inf)
         layer.self_attn.attn_logit_softcapping = None
     assert generate(model, inputs, 8).tolist() != expected
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("family", CAPPED)
+def test_captured_steps_with_changed_logits(family, device):
+    name = next(name for name in FIRST if CACHES[name][0] == "H2O")
+    check(name, made(family, device, "full_attention"), prompts(9, [0, 2], device), 14, 6)
 
 
 def test_sinks_are_those_that_the_model_has_now(device):
