@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -228,6 +229,18 @@ def test_the_reference_shows_what_is_stored():
         for one in baseline["benchmarks"]:
             if "milliseconds" in one["extra_info"]:
                 assert f"`{one['name'].removeprefix('test_')}`" in made["results/benchmarks.md"]
+
+
+def test_the_table_of_the_public_models_traces_is_what_a_run_finds(tmp_path):
+    """The stored numbers of decisions; the errors depend on the processor."""
+    stored = json.loads((ROOT / generate.known.TRACES).read_text(encoding="utf-8"))["methods"]
+    assert list(stored) == sorted(pair.name for pair in discovery.built_in())
+    command = [sys.executable, "-m", "pytest", "-q", "--kv-device=cpu", "-k", "public_model", "-p", "no:cacheprovider",
+               f"--kv-report={tmp_path / 'report.json'}", "--hypothesis-profile=quick", "conformance/suite/cake"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    found = generate.known.of_report(json.loads((tmp_path / "report.json").read_text(encoding="utf-8")))["methods"]
+    assert found["cake"][0] == stored["cake"][0] > 0
+    assert f"| cake | {stored['cake'][1]} of {stored['cake'][0]} |" in generate.known.known_page()
 
 
 def test_the_page_on_performance_is_what_is_stored():

@@ -1,14 +1,20 @@
-"""The pages about the public model, from the results that are stored in fixtures/known_results."""
+"""The pages about the public model, from the results that are stored in fixtures/known_results.
+
+pytest conformance/suite --kv-device=cpu -k public_model --kv-report=FILE.html
+python -c "from docs.generate.known import store; store('FILE.json')"      # what that report says about the traces
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from .markdown import escape, markdown_table
-from .stored import read
+from .stored import ROOT, read
 
 Row = dict[str, Any]
+TRACES = "fixtures/known_results/traces.json"
 
 
 def rows() -> list[Row]:
@@ -28,7 +34,34 @@ def known_page() -> str:
     for task in dict.fromkeys(row["task"] for row in found):
         of_task = [row for row in found if row["task"] == task]
         parts.append(f"## {task.capitalize()}\n\n{_table(of_task, 'method', _method)}\n")
-    return "\n".join([*parts, "`kvtwin accuracy --model known --device cuda` measures these.\n"])
+    parts.append(f"`kvtwin accuracy --model known --device cuda` measures these.\n\n{_traces()}")
+    return "\n".join(parts)
+
+
+def of_report(report: dict[str, Any]) -> dict[str, Any]:
+    """Per method, how many decisions its golden traces compare, how many are decisive, and the largest error as a share
+    of its bound."""
+    return {
+        "torch": report["environment"]["versions"]["torch"], "triton": report["environment"]["versions"]["triton"],
+        "methods": {
+            name: [of["golden"][number] for number in ("decisions", "decisive", "utilisation")]
+            for name, of in report["methods"].items()
+        },
+    }
+
+
+def _traces() -> str:
+    stored = json.loads(read(TRACES))
+    lines = ([name, f"{decisive:,} of {decisions:,}" if decisions else "-", f"{100 * share:.0f} %"]
+             for name, (decisions, decisive, share) in stored["methods"].items())
+    return (
+        "## Golden traces\n\nWhat verdicts see of this model: queries, keys and values of three layers. A decision is "
+        "decisive if the bounds leave one right answer; quantizers decide nothing. The last column is the largest "
+        "error of the optimized side as a share of its bound.\n\n"
+        f"{markdown_table(['method', 'decisive decisions', 'largest error'], lines)}\n\n"
+        f"On a CPU, with torch {stored['torch']} and triton {stored['triton']}: "
+        "`pytest conformance/suite --kv-device=cpu -k public_model`.\n"
+    )
 
 
 def of_method(name: str) -> str:
@@ -76,3 +109,8 @@ def _table(of: list[Row], title: str, label: Any) -> str:
 def _divisor(row: Row) -> int:
     """Of the budget: the last part of a point's name."""
     return int(row["point"].rpartition("/")[2])
+
+
+def store(path: str) -> None:
+    found = of_report(json.loads(Path(path).read_text(encoding="utf-8")))
+    (ROOT / TRACES).write_text(json.dumps(found) + "\n", encoding="utf-8")
