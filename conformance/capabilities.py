@@ -29,7 +29,9 @@ DEVICES = ("cpu", "cuda")
 #: Arguments for what released code does where its paper says otherwise or nothing, with all values. Implementations are
 #: tested with the first, and with the others only if they declare them: code that follows the paper need not know them.
 READINGS = {"prefix_alone": (False, True), "order": ("position", "score"), "spread": ("deviation", "variance")}
-UNDECLARED = {name: values[:1] for name, values in READINGS.items()}
+#: The same for what models have, not methods: code need not know that logits can be capped.
+ALL: dict[str, tuple[Any, ...] | None] = {**READINGS, "softcap": None}
+UNDECLARED = {name: values[:1] for name, values in READINGS.items()} | {"softcap": (None,)}
 CONVENTIONS = {"ties": ("lowest", "any"), "slot_order": ("fixed", "any"), "free_score": ("-inf", "any")}
 
 
@@ -48,9 +50,9 @@ class Capabilities:
     - per_head: which choices it makes: one per KV head (True), one for all KV heads of a row (False).
     - contiguous_only: it takes contiguous tensors alone.
     - devices: "cpu", "cuda".
-    - options: the supported values of further arguments, by name: {"kernel_size": (5,)}. Those of released code
-      (`prefix_alone=True` of LongFlow, `order="score"` of R-KV, `spread="variance"` of EpiKV) are tested only if they
-      are declared here.
+    - options: the supported values of further arguments, by name: {"kernel_size": (5,)}; None: any. Those of released
+      code (`prefix_alone=True` of LongFlow, `order="score"` of R-KV, `spread="variance"` of EpiKV) and a `softcap` are
+      tested only if they are declared here.
 
     Conventions:
 
@@ -81,7 +83,7 @@ class Capabilities:
     per_head: tuple[bool, ...] = (False, True)
     contiguous_only: bool = False
     devices: tuple[str, ...] = DEVICES
-    options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    options: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     ties: str = "lowest"
     slot_order: str = "fixed"
     free_score: str = "-inf"
@@ -108,8 +110,8 @@ class Capabilities:
         for name, values in CONVENTIONS.items():
             _among(name, (getattr(self, name),), values)
         options = self.options
-        if not isinstance(options, Mapping) or not all(isinstance(found, tuple) for found in options.values()):
-            raise TypeError(f"options must map names to tuples of values, got {self.options!r}")
+        if not isinstance(options, Mapping) or not all(isinstance(found, tuple | None) for found in options.values()):
+            raise TypeError(f"options must map names to tuples of values or None, got {self.options!r}")
         if self.max_slots is not None and self.max_slots < self.slots_multiple_of:
             raise ValueError(f"max_slots must be at least slots_multiple_of = {self.slots_multiple_of}, "
                              f"got {self.max_slots}")
@@ -122,7 +124,7 @@ class Capabilities:
             if one.name in CONVENTIONS or one.name in ("options", "validates_arguments") or value == one.default:
                 continue
             lines.append(f"{one.name} = {_shown(value)}")
-        told = {name: values for name, values in self.options.items() if UNDECLARED.get(name) != values}
+        told = {name: values for name, values in self.options.items() if values not in (UNDECLARED.get(name), None)}
         lines += [f"{name} = {_shown(values)}" for name, values in told.items()]
         return lines
 

@@ -170,7 +170,8 @@ def undeclared(given: dict[str, Any], made: Callable[..., Any]) -> dict[str, tup
     values = {
         name: one.default for name, one in inspect.signature(made).parameters.items() if one.default is not one.empty
     } | given
-    return {name: declared[name] for name in values if name in declared and values[name] not in declared[name]}
+    found = ((name, declared.get(name)) for name in values)
+    return {name: some for name, some in found if some is not None and values[name] not in some}
 
 
 def config(drawn: dict[str, Any], made: Callable[..., Any]) -> st.SearchStrategy[dict[str, Any]]:

@@ -67,7 +67,7 @@ def test_the_declaration_of_the_method_comes_first():
 
 
 def test_what_released_code_does_is_tested_only_if_it_is_declared():
-    silent, all_of_it = capabilities.of_others(Capabilities()), Capabilities(options=capabilities.READINGS)
+    silent, all_of_it = capabilities.of_others(Capabilities()), Capabilities(options=capabilities.ALL)
     assert not silent.outside() and capabilities.of_others(all_of_it) == all_of_it
     for name, (first, *others) in capabilities.READINGS.items():
         defaults = [found[name] for found in map(_defaults, discovery.methods()) if name in found]
@@ -77,6 +77,8 @@ def test_what_released_code_does_is_tested_only_if_it_is_declared():
             assert capabilities.refusal(all_of_it, call(**{name: value})) is None
             assert capabilities.refusal(capabilities.DEFAULT, call(**{name: value})) is None
         assert capabilities.refusal(silent, call(**{name: first})) is None
+    for declared, refused in ((silent, "softcap"), (all_of_it, None), (capabilities.DEFAULT, None)):
+        assert capabilities.refusal(declared, call(softcap=2.0)) == refused
 
 
 def _defaults(pair):

@@ -27,7 +27,7 @@ IGNORED = ("__pycache__", "hf")  # not copied: no verdict calls the caches for t
 ALL_READINGS = """
 
 from kvtwin.conformance import Capabilities, capabilities
-CAPABILITIES = Capabilities(options=capabilities.READINGS)
+CAPABILITIES = Capabilities(options=capabilities.ALL)
 """
 #: Folders with a module, or a folder, per method.
 GROUPS = ("baselines", "contract")

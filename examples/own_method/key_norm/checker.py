@@ -17,7 +17,7 @@ from kvtwin.conformance.judge.bounds import FLUSH, SLACK, UNIT, Interval, gamma
 from kvtwin.conformance.judge.checkers import blocks
 
 SMALL = blocks.SMALL
-DEFAULTS = {"recent": 0, "block_size": 128, "scale": None}
+DEFAULTS = {"recent": 0, "block_size": 128, "softcap": None, "scale": None}
 NUMBERS: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("recent", blocks.NOT_INTEGERS, TypeError, "recent must be an int"),
     ("recent", (-1, 5), ValueError, "recent must be from 0 to budget = 4, got"),
