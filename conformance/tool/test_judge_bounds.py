@@ -158,7 +158,7 @@ def test_attention_sinks(dtype, machine):
     logit = machine.logits(case.query, keys, exact.seen[:, :, 0], case.factor)
     first = (sinks * math.log2(math.e)).view(1, 3, 1).expand(64, 3, 1)
     _, total, acc = machine.softmax(torch.cat([first, logit], -1), torch.nn.functional.pad(values, (0, 0, 1, 0)))
-    got = machine.divided(acc, total).to(dtype)[:, :, None]
+    got = machine.quotient(acc, total).to(dtype)[:, :, None]
     assert assert_within(got, exact.output, bounds.output_error(exact, allowed_for(machine, dtype)), what="o") >= 0.01
 
 
