@@ -86,11 +86,9 @@ def _logits(
     # No matrix product: it may sum the last slots in another order, and equal keys must get equal logits.
     grouped = query.contiguous().unflatten(1, (keys.shape[1], -1))                     # [B, Hkv, G, D] or with Q
     queries = zip(grouped.unbind(3), ends, strict=True) if query.dim() == 4 else [(grouped, slots)]
-    product = torch.stack([
-        pad(scale * (each[..., None, :] * keys[..., :end, :]).sum(-1), (0, slots - end), value=-INF)
-        for each, end in queries
-    ], 3).flatten(1, 2)                                                                # [B, Hq, Q, S]
-    product = softcapped(product, softcap).masked_fill(product == -INF, -INF)
+    parts = ((softcapped(scale * (each[..., None, :] * keys[..., :end, :]).sum(-1), softcap), end)
+             for each, end in queries)
+    product = torch.stack([pad(part, (0, slots - end), value=-INF) for part, end in parts], 3).flatten(1, 2)
     mask = per_kv_head(occupied)
     mask = per_query_head(mask, query.shape[1]) if mask.shape[1] > 1 else mask         # [B, 1 or Hq, S]
     product = product.masked_fill(~mask[:, :, None], -INF)

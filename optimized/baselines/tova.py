@@ -44,10 +44,10 @@ class TOVAState(BlockState):
         end = block.end
         assert block.softmax_parts is not None
         occupied = self.occupied[..., :end]
-        given = self.config.softcap, block.query, self.key[:, :, :end], occupied, block.softmax_parts
+        given = block.query, self.key[:, :, :end], occupied, block.softmax_parts
         if self.config.per_head:
-            return update_by_newest(*given, self.score, self.scale), None
-        weight, log_weight = received_of_newest(*given[1:], self.scale, softcap=self.config.softcap)
+            return update_by_newest(*given, self.score, self.scale, self.config.softcap), None
+        weight, log_weight = received_of_newest(*given, self.scale, softcap=self.config.softcap)
         over_heads(weight, log_weight)
         score = self.score[..., :end]
         came = block.valid.any(-1)[:, None, None]

@@ -12,7 +12,7 @@ from .arguments import check_integer, check_softcap
 class BlockConfig(MethodConfig):
     """budget: the largest number of tokens that a KV head of a row keeps. block_size: the largest number of tokens that
     arrive between two evictions. softcap: every logit x = scale * query . key becomes softcap * tanh(x / softcap),
-    before the mask; None leaves it as it is. Weights, and scores that follow from them, are those of the new logits."""
+    before the mask; None: no cap. Weights and scores are computed from the capped logits."""
 
     block_size: int = 128
     softcap: float | None = field(default=None, kw_only=True)

@@ -32,8 +32,8 @@ def received_of_newest(
 
 
 def update_by_newest(
-    softcap: float | None, query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor,
-    scale: float,
+    query: Tensor, key: Tensor, occupied: Tensor, softmax_parts: Tensor, score: Tensor, scale: float,
+    softcap: float | None,
 ) -> Tensor:
     """Store the newest query's weights in a state's score [B, Hkv, slots], contiguous, where a slot is occupied and the
     row has a valid query. Returns the logarithms [B, Hkv, S] of `received_of_newest`."""
