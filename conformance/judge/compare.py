@@ -107,6 +107,12 @@ def assert_same(actual: Tensor, expected: Tensor, *, what: str, where: Tensor | 
         stats.elements(wrong.numel() if where is None else int(where.expand_as(wrong).sum()))
 
 
+def named(tokens: Tensor, slots: int) -> Tensor:
+    """The slots [..., S] bool that tokens [..., N] name; what is no slot, such as -1, names none."""
+    found = torch.zeros(*tokens.shape[:-1], slots + 1, dtype=torch.bool, device=tokens.device)
+    return found.scatter_(-1, tokens.where((tokens >= 0) & (tokens < slots), slots).long(), True)[..., :-1]
+
+
 def gathered(tensor: Tensor, kept: Tensor) -> Tensor:
     """tensor [B, Hkv, T, D] at kept [B, N] or [B, Hkv, N]; -1 gives zeros."""
     if tensor.dtype in FP8:  # torch gathers none

@@ -44,7 +44,7 @@ def _has_rows(result: Any, batch: int) -> bool:
 def _case(case: Case, rows: slice) -> Case:
     made = dataclasses.replace(case, batch=rows.stop - rows.start)
     made.part_of(case, {
-        name: tensor if tensor is None or name.endswith("_scale") else tensor[rows]
+        name: tensor if tensor is None or name.endswith("_scale") or tensor.dim() == 0 else tensor[rows]
         for name, tensor in case.tensors.items()
     })
     return made

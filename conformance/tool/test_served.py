@@ -12,9 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtwin.conformance import capabilities, discovery, stats
 from kvtwin.conformance.cases.case import DecodeCase
+from kvtwin.conformance.cases.format_cases import QuantizedCase
 from kvtwin.conformance.cases.saved import load
 from kvtwin.conformance.harness.impl import Twins
 from kvtwin.conformance.judge import fields, fresh, many, pieces, repeats, served, subjects
@@ -62,6 +65,42 @@ def test_the_reference_is_right_in_every_property(subject):
             with fields.apart() as found:
                 subject.verify(module, one)
             assert not found.errors and found.counted and set(found.counted) <= set(subject.fields)
+
+
+class Largest(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation returned."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, _: Any, given: Any = (), options: Any = None) -> Any:
+        found = operation(*given, **(options or {}))
+        made = [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+        self.bytes = max([self.bytes, *(min(one.nbytes, one.untyped_storage().nbytes()) for one in made)])
+        return found
+
+
+@pytest.mark.parametrize("subject", [one for one in SIZED if "accuracy" in one.properties], ids=str)
+def test_no_tensor_of_the_judge_is_much_larger_than_those_that_pieces_are_cut_by(subject, monkeypatch):
+    """Not by more than four times: twice for a sum of two parts, twice for padding. A mask [B, H, N, S] of N kept
+    tokens would be."""
+    monkeypatch.setattr(pieces, "MOST_ELEMENTS", 1)
+    monkeypatch.setattr(served, "SIZES", ((2, 2000),))
+    monkeypatch.setattr(served, "MODELS", ((2, 2, 16),))
+    module = subject.module(Twins("kvtwin.reference").optimized)
+    for one in itertools.islice(served.cases(subject, "accuracy"), 1):
+        found = subject.call(module, one)
+        with Largest() as largest:
+            for part, of_part in pieces.split(one, found):
+                subject.judge(of_part, part)
+        assert largest.bytes <= 4 * 8 * pieces.elements_of_row(one)
+
+
+def test_a_scale_without_rows_belongs_to_each_piece(monkeypatch):
+    """ThinKV's scale of a whole tensor."""
+    monkeypatch.setattr(pieces, "MOST_ELEMENTS", 1)
+    subject = next(one for one in SIZED if str(one) == "thinkv.dequantize")
+    one = QuantizedCase(batch=2, key_value_heads=1, tokens=32, head_dim=16, fmt="nvfp4", tensor_scale=True)
+    subject.verify(subject.module(Twins("kvtwin.reference").optimized), one)
 
 
 @pytest.mark.parametrize("subject", STATES, ids=str)

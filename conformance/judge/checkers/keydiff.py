@@ -22,7 +22,7 @@ from ...cases.oracle import oracle, upcast, upcast_all
 from .. import choices, recorded
 from ..bounds import SLACK, UNIT, Interval
 from ..choices import Verdict, undecided
-from ..compare import assert_dtype, assert_same, assert_within, gathered
+from ..compare import assert_dtype, assert_same, assert_within, gathered, named
 from ..fields import field
 from ..fp8_subjects import Fp8Subject
 from ..subjects import Subject, properties
@@ -164,17 +164,12 @@ def assert_paged_evict_right(actual: Any, case: KeyCase, where: str = "") -> Ver
         verdict = assert_kept_right(kept, case)
     with field("occupied"):
         assert_dtype(occupied, torch.bool, what="occupied")
-        assert_same(occupied, _named(kept, case), what=f"occupied{where}")
+        assert_same(occupied, named(kept, case.slots), what=f"occupied{where}")
     with field("slot"):
         assert_dtype(slot, torch.int64, what="slot")
-        free = torch.arange(case.slots, device=kept.device).where(~_named(kept, case), case.slots).amin(-1)
+        free = torch.arange(case.slots, device=kept.device).where(~named(kept, case.slots), case.slots).amin(-1)
         assert_same(slot, free.where(free < case.slots, -1), what=f"slot{where}")
     return verdict
-
-
-def _named(kept: Tensor, case: KeyCase) -> Tensor:
-    """The slots [B, Hkv, S] bool that `kept` [B, Hkv, N] names."""
-    return (kept[..., None, :] == torch.arange(case.slots, device=kept.device)[:, None]).any(-1)
 
 
 def _judge_score(actual: Tensor, case: KeyCase) -> None:

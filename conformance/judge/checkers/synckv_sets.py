@@ -13,7 +13,7 @@ from ...cases.contents import OCCUPANCIES
 from ...cases.oracle import upcast_all
 from ...cases.synckv_cases import SetsCase, sets_cases
 from ..bounds import Arithmetic, Interval, arithmetic, log_weight_error
-from ..compare import fail
+from ..compare import fail, named
 from ..fields import Missing, field
 from ..selections import assert_selected_right
 from ..subjects import TIED, Subject, properties
@@ -36,9 +36,8 @@ def weight_interval(case: SetsCase, allowed: Arithmetic | None = None) -> Interv
 
 def free_of(case: SetsCase, taken: Tensor | None) -> Tensor:
     """The tokens that can be chosen, [B, N_r, S] bool."""
-    slot = torch.arange(case.slots, device=case.device)
     occupied: Tensor = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
-    return occupied if taken is None else occupied & ~(taken[..., None] == slot).any(2)
+    return occupied if taken is None else occupied & ~named(taken, case.slots)
 
 
 def assert_chosen_right(actual: Tensor, truth: Tensor, case: SetsCase, taken: Tensor | None, *, what: str) -> None:

@@ -17,7 +17,7 @@ from ...cases.case import DecodeCase
 from ...cases.synckv_cases import RATIOS, SetsCase
 from .. import bounds, lockstep
 from ..choices import Verdict
-from ..compare import assert_same, fail
+from ..compare import assert_same, fail, named
 from ..selections import assert_selected_right
 from ..ties import tie_classes
 from ..variants import variant
@@ -64,7 +64,7 @@ def bytes_of(state: Any) -> int:
     representatives = len(state.head_clusters.representatives)
     chosen = int((state.chosen >= 0).sum()) / representatives
     if state.config.union_clusters:
-        chosen = int(mask_of(state.chosen, state.sizes.slots).any(1).sum())
+        chosen = int(named(state.chosen, state.sizes.slots).any(1).sum())
     tokens = representatives * int(state.occupied.sum()) + (state.sizes.key_value_heads - representatives) * chosen
     return int(2 * tokens * state.sizes.head_dim * state.dtype.itemsize)
 
@@ -78,16 +78,11 @@ def sets_case(state: Any, query: Tensor, key: Tensor, occupied: Tensor) -> SetsC
     return case
 
 
-def mask_of(tokens: Tensor, slots: int) -> Tensor:
-    """tokens [B, N_r, N], -1 for none -> [B, N_r, S] bool."""
-    return (tokens[..., None] == torch.arange(slots, device=tokens.device)).any(2)
-
-
 def assert_union_right(chosen: Tensor, truth: Tensor, case: SetsCase, static: Tensor) -> Verdict:
     """Assert that `chosen` [B, N_r, k] int64 holds the static tokens and the best others, ascending, then -1."""
     free = case.occupied[:, None].expand(-1, case.key_value_heads, -1)
     return assert_selected_right(
-        chosen, truth, weight_interval(case), candidates=free, forced=mask_of(static, case.slots),
+        chosen, truth, weight_interval(case), candidates=free, forced=named(static, case.slots),
         tie=tie_classes(case.key, torch.ones_like(case.key), free, per_head=True), what="chosen",
     )
 
@@ -112,7 +107,7 @@ class Adapter(lockstep.Adapter):
             assert_same(one[..., count:], other[..., count:], what=f"{name} beyond all tokens")
             if count:
                 synckv_sets.assert_chosen_right(one[..., :count], other[..., :count], case, None, what=name)
-        reference._static = mask_of(tested.static, reference.sizes.slots)
+        reference._static = named(tested.static, reference.sizes.slots)
         self._adopt(tested, reference)
         return None
 
@@ -138,7 +133,7 @@ class Adapter(lockstep.Adapter):
     def _dynamic(chosen: Tensor, case: SetsCase, static: Tensor, count: int) -> None:
         """Check a dynamic set that may contain static tokens (eq. 6 literally). Only its tokens outside the static set
         are visible; assume that the rest of it are the best static tokens."""
-        fixed, visible = mask_of(static, case.slots), mask_of(chosen, case.slots)
+        fixed, visible = named(static, case.slots), named(chosen, case.slots)
         assert_same(visible & fixed, fixed, what="static tokens among the chosen")
         low, high = weight_interval(case)
         candidates = case.occupied[:, None].expand(low.shape)
@@ -157,7 +152,7 @@ class Adapter(lockstep.Adapter):
 
     @staticmethod
     def _adopt(tested: Any, reference: Any) -> None:
-        reference._chosen = mask_of(tested.chosen, reference.sizes.slots)
+        reference._chosen = named(tested.chosen, reference.sizes.slots)
 
     def after_step(self, tested: Any, reference: Any, query: Tensor) -> tuple[Tensor, Verdict | None]:
         seen = slice(0, reference.tokens_seen)

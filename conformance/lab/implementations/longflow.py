@@ -225,7 +225,7 @@ class RightOnce(Decode):
 
     def scores(self, logit: Tensor, weight: Tensor, size: Tensor, heads: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         score, rank = super().scores(logit, weight, size, heads)
-        total = self.scratch.setdefault(tuple(logit.shape), torch.zeros_like(score))
+        total = self.scratch.setdefault(tuple(score.shape), torch.zeros_like(score))
         return total.add_(score).clone(), rank
 
 

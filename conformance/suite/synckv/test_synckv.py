@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvtwin.conformance.judge.checkers.synckv_state import Adapter, mask_of
+from kvtwin.conformance.judge import compare
+from kvtwin.conformance.judge.checkers.synckv_state import Adapter
 from kvtwin.conformance.judge.lockstep import Lockstep
 from kvtwin.reference.contract.synckv.types import HeadClusters, SyncKVConfig
 from kvtwin.reference.synckv.state import SyncKVState
@@ -239,6 +240,6 @@ def test_chosen_sets_are_static_tokens_and_others(side, twins, device):
         chosen = state.chosen
         assert torch.equal(state.static, static)
         assert bool((chosen >= 0).all())
-        assert bool(mask_of(chosen, 20).gather(-1, static).all())
+        assert bool(compare.named(chosen, 20).gather(-1, static).all())
         assert torch.equal(chosen, before) == (step != 3)
         before = chosen
