@@ -140,11 +140,14 @@ def causal_logits(
         return _logits(query.to(dtype), key.to(dtype), occupied, scale, softcap, ends)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float, softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
     """Full causal attention of a prompt: query [B, Hq, T, D], key and value [B, Hkv, T, D], occupied [B, T] bool.
 
     Returns [B, Hq, T, D] in query's dtype, zeros at unoccupied positions (padding).
     """
-    weight = softmax(causal_logits(query, key, occupied, scale=scale))
+    weight = softmax(causal_logits(query, key, occupied, scale=scale, softcap=softcap), sink_logits)
     output = weighted_values(weight, value, occupied)
     return output.masked_fill(~occupied[:, None, :, None], 0).to(query.dtype)

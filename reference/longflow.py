@@ -6,8 +6,8 @@ LongFlowScore(t_i) = ||a_i v_i||_1, here divided by head_dim and averaged over t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from .attention import (
     softmax,
     sum_in_order,
     weighted_values,
+    with_sinks,
     zero_unoccupied,
 )
 from .contract import MethodConfig, Pages
@@ -36,10 +37,11 @@ from .contract.arguments import (
     check_integer,
     check_kernel_size,
     check_next_slot,
+    check_softcap,
     check_tensor,
     resolve_scale,
 )
-from .contract.attention import check_attention, check_slot_mask
+from .contract.attention import check_attention, check_sink_logits, check_slot_mask
 from .contract.pages import check_own_pages, check_paged
 from .contract.ranks import ProcessGroup, Shared, check_process_group, digest
 from .contract.results import CompressResult
@@ -82,6 +84,8 @@ class LongFlowConfig(MethodConfig):
     all tokens, as in SnapKV's.
     check_finite: raise ValueError for NaN or infinity in the inputs. This synchronizes with the GPU, and CUDA graph
     capture raises ValueError.
+    softcap: every logit x = scale * query . key becomes softcap * tanh(x / softcap), before the mask; None: no cap.
+    Weights and scores, also of prompts, are computed from the capped logits.
     scale: the factor on query . key, by default head_dim ** -0.5.
     Raises TypeError or ValueError for invalid arguments, and ValueError if the protected tokens fill the budget.
     """
@@ -93,9 +97,11 @@ class LongFlowConfig(MethodConfig):
     kernel_size: int = 5
     prefix_alone: bool = False
     check_finite: bool = False
+    softcap: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_softcap("softcap", self.softcap)
         for name in ("per_head", "protect_newest", "prefix_alone", "check_finite"):
             check_flag(name, getattr(self, name))
         check_integer("sinks", self.sinks, minimum=0)
@@ -111,18 +117,20 @@ class LongFlowConfig(MethodConfig):
 
 def log_score(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float, per_head: bool = False,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None, softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:
     """The logarithm of the summed LongFlowScore, logsumexp_h(s_hj - lse_h + log ||v_j||_1), by which tokens are
     evicted.
 
     Arguments as in `decode_attention`. The sum is over all query heads: [B, S]; with per_head over the query heads
     of each KV head: [B, Hkv, S]. process_group: the sum is over the heads of its ranks, too. Unlike eq. 6 it does
-    not underflow. -inf for zero values and unoccupied slots.
+    not underflow. softcap: of the logits s. sink_logits: lse_h includes the sink's. -inf for zero values and
+    unoccupied slots.
     """
-    logit = logits(query, key, occupied, scale=scale)                                   # [B, Hq, S]
+    logit = logits(query, key, occupied, scale=scale, softcap=softcap)                  # [B, Hq, S]
     magnitude = zero_unoccupied(value, occupied).to(logit.dtype).abs().sum(-1)          # [B, Hkv, S]  ||v_j||_1
-    log_weight = logit - logit.logsumexp(-1, keepdim=True)                              # [B, Hq, S]   log a_hj
+    lse = with_sinks(logit, sink_logits).logsumexp(-1, keepdim=True)                    # [B, Hq, 1]
+    log_weight = logit - lse                                                            # [B, Hq, S]   log a_hj
     log_contribution = log_weight + per_query_head(magnitude.log(), query.shape[1])     # [B, Hq, S]   log ||a v||_1
     batch, key_value_heads, slots, _ = key.shape
     heads = log_contribution.view(batch, key_value_heads if per_head else 1, -1, slots)
@@ -197,9 +205,11 @@ def paged_decode_attention(
 
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, per_head: bool,
-    protected: Tensor | None, process_group: ProcessGroup | None,
+    protected: Tensor | None, process_group: ProcessGroup | None, softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> DecodeResult:
-    weight = softmax(logits(query, key, occupied, scale=scale))                         # [B, Hq, S]   eq. 1
+    logit = logits(query, key, occupied, scale=scale, softcap=softcap)
+    weight = softmax(logit, sink_logits)                                                # [B, Hq, S]   eq. 1
     output = weighted_values(weight, value, occupied).to(query.dtype)                   # [B, Hq, D]   eq. 1
     magnitude = zero_unoccupied(value, occupied).to(weight.dtype).abs().mean(-1)        # [B, Hkv, S]  ||v_j||_1 / D
     contribution = weight * per_query_head(magnitude, query.shape[1])                   # [B, Hq, S]   eq. 6
@@ -210,7 +220,10 @@ def _decode(
     score = score.masked_fill(~occupied, -INF)
     if protected is not None:
         score = score.masked_fill(protected & occupied, INF)
-    rank = log_score(query, key, value, occupied, scale=scale, per_head=per_head, process_group=process_group)
+    rank = log_score(
+        query, key, value, occupied, scale=scale, per_head=per_head, process_group=process_group, softcap=softcap,
+        sink_logits=sink_logits,
+    )
     return DecodeResult(output, score, _next_slot(rank, occupied, protected))
 
 
@@ -272,6 +285,10 @@ class LongFlowState(State):
     and `key` and `value` are copies. No two rows, and no two states, may have the same page. Pages may be moved between
     two calls, with the block table changed in place. ValueError for too few pages, a page of two rows, caches that
     overlap, and caches with another number of KV heads or another head_dim.
+
+    sink_logits: the logits of attention sinks (gpt-oss), a contiguous tensor [Hq] of a floating type, which is not
+    copied. Weights are e^s_j / (e^sink + sum_i e^s_i), and scores are computed from these. The compression of a prompt
+    with config.prefix_alone, a softmax of its own, has no sinks. TypeError or ValueError for others.
     """
 
     config: LongFlowConfig
@@ -282,7 +299,7 @@ class LongFlowState(State):
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str, process_group: ProcessGroup | None = None,
-        pages: Pages | None = None,
+        sink_logits: Tensor | None = None, pages: Pages | None = None,
     ) -> None:
         super().__init__(
             check_config(config, LongFlowConfig), slots=config.budget, batch=batch, query_heads=query_heads,
@@ -296,11 +313,17 @@ class LongFlowState(State):
             head_dim=head_dim, dtype=dtype,
         )
         self._shared = Shared(process_group)
+        self.sink_logits = check_sink_logits(sink_logits, self.sizes, self.device)
         self.reset()
 
     @property
     def pages(self) -> Pages | None:
         return self._pages
+
+    @property
+    def _changes(self) -> dict[str, Any]:
+        """What changes the model's attention."""
+        return {"softcap": self.config.softcap, "sink_logits": self.sink_logits}
 
     @property
     def key(self) -> Tensor:
@@ -368,7 +391,7 @@ class LongFlowState(State):
         if self._shared.process_group is not None:
             check_process_group(self._shared.process_group, tokens=key.shape[2], occupied=digest(occupied))
             self._start_change("prefill")                                               # another rank may fail
-        output = causal_attention(query, key, value, occupied, scale=self.scale)
+        output = causal_attention(query, key, value, occupied, scale=self.scale, **self._changes)
         self._sink_end = self._end_of_sinks(occupied)
         kept = self._select_prompt_tokens(query, key, value, occupied)                  # [B, N], -1 = none
         count = kept.shape[1]
@@ -404,7 +427,7 @@ class LongFlowState(State):
         self.positions.scatter_(-1, slot, self._seen)
         result = _decode(
             query, self.key, self.value, self.occupied, self.scale, self.config.per_head, self._protected(),
-            None if self.config.per_head else self._shared.process_group,
+            None if self.config.per_head else self._shared.process_group, **self._changes,
         )
         self._seen += 1
         self.score, self._next_slot = result.score, result.slot
@@ -427,11 +450,11 @@ class LongFlowState(State):
             return token.where(occupied, -1)
         observers = query[:, :, -self.config.window:]
         observers = observers.masked_fill(~occupied[:, None, -observers.shape[2]:, None], 0)
-        return compress_prefill(
-            observers, key, value, self.config.budget - 1,
-            window=self.config.window, kernel_size=self.config.kernel_size, occupied=occupied,
-            protected=occupied & (token < self._sink_end[:, None]), scale=self.scale,
+        return compress_prompt(
+            observers, key, value, self.config.budget - 1, kernel_size=self.config.kernel_size, occupied=occupied,
+            protected=occupied & (token < self._sink_end[:, None]), shared_heads=True, scale=self.scale,
             process_group=self._shared.process_group, prefix_alone=self.config.prefix_alone,
+            softcap=self.config.softcap, sink_logits=None if self.config.prefix_alone else self.sink_logits,
         ).kept
 
     def _end_of_sinks(self, occupied: Tensor) -> Tensor:

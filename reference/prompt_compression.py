@@ -21,9 +21,10 @@ from .selection import gather_tokens, kept_tokens, order
 def score_prompt(
     query_window: Tensor, key: Tensor, occupied: Tensor | None = None, *, kernel_size: int = 5,
     shared_heads: bool = False, scale: float | None = None, process_group: ProcessGroup | None = None,
-    prefix_alone: bool = False,
+    prefix_alone: bool = False, softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """`window_score`. prefix_alone: the softmax runs over the prefix alone, as in LongFlow's released code."""
+    """`window_score`. prefix_alone: the softmax runs over the prefix alone, as in LongFlow's released code. softcap,
+    sink_logits: of the logits; see `attention`."""
     occupied, sizes = check_window(query_window, key, key, occupied, kernel_size, shared_heads)
     check_shared_heads(
         process_group, shared_heads, query_window, key, occupied, kernel_size=kernel_size, scale=scale,
@@ -33,10 +34,10 @@ def score_prompt(
     prefix = sizes.slots - window
     observing = occupied[:, prefix:]                                                      # [B, W]
     scale = resolve_scale(scale, sizes.head_dim)
-    logit = causal_logits(query_window, key, occupied, scale=scale)                       # [B, Hq, W, T]
+    logit = causal_logits(query_window, key, occupied, scale=scale, softcap=softcap)      # [B, Hq, W, T]
     if prefix_alone:
         logit[..., prefix:] = -INF
-    weight = softmax(logit)
+    weight = softmax(logit, sink_logits)
     weight = weight.masked_fill(~observing[:, None, :, None], 0)
     received = sum_in_order(weight, 2) / observing.sum(-1).clamp_min(1)[:, None, None]    # [B, Hq, T]
     received = group_mean(received, sizes.key_value_heads)                                # [B, Hkv, T]
@@ -56,8 +57,9 @@ def compress_prompt(
     query_window: Tensor, key: Tensor, value: Tensor, budget: int, *, kernel_size: int = 5,
     occupied: Tensor | None = None, protected: Tensor | None = None, shared_heads: bool = False,
     scale: float | None = None, process_group: ProcessGroup | None = None, prefix_alone: bool = False,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> CompressResult:
-    """`compress`. prefix_alone: see `score_prompt`."""
+    """`compress`. prefix_alone, softcap, sink_logits: see `score_prompt`."""
     check_integer("budget", budget, minimum=0)
     occupied, sizes = check_window(query_window, key, value, occupied, kernel_size, shared_heads)
     if protected is not None:
@@ -66,7 +68,7 @@ def compress_prompt(
         check_process_group(process_group, budget=budget, protected=digest(protected))
     score = score_prompt(
         query_window, key, occupied, kernel_size=kernel_size, shared_heads=shared_heads, scale=scale,
-        process_group=process_group, prefix_alone=prefix_alone,
+        process_group=process_group, prefix_alone=prefix_alone, softcap=softcap, sink_logits=sink_logits,
     )
     if not shared_heads:
         occupied = occupied[:, None].expand(score.shape)

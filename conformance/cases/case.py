@@ -175,7 +175,8 @@ class Case:
 
 @dataclass(frozen=True, repr=False)
 class DecodeCase(Case):
-    """Arguments of a `decode_attention`: query [B, Hq, D], key and value [B, Hkv, S, D], masks, scale, per_head."""
+    """Arguments of a `decode_attention`: query [B, Hq, D], key and value [B, Hkv, S, D], masks, scale, per_head.
+    softcap, sink_logits [Hq]: of a state's step alone, which functions do not take."""
 
     kind: ClassVar[str] = "decode"
 
@@ -183,6 +184,7 @@ class DecodeCase(Case):
     occupancy: str = "full"
     protect: str = "none"
     per_head: bool = False
+    softcap: float | None = None
 
     query = property(lambda self: self.tensor("query"))
     key = property(lambda self: self.tensor("key"))
@@ -224,7 +226,10 @@ class DecodeCase(Case):
     @cached_property
     def attention(self) -> Attention:
         """The exact attention, for the bounds."""
-        return attend(self.query, self.key, self.value, self.occupied, scale=self.scale)
+        return attend(
+            self.query, self.key, self.value, self.occupied, scale=self.scale, softcap=self.softcap,
+            sink_logits=self.tensors.get("sink_logits"),
+        )
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor | None = None, *,
@@ -242,11 +247,18 @@ class DecodeCase(Case):
         case._adopt({"query": query, "key": key, "value": value, "occupied": occupied, "protected": protected})
         return case
 
+    def changed(self, *, softcap: float | None, sink_logits: Tensor | None) -> DecodeCase:
+        """The case with this softcap and these sinks."""
+        case = dataclasses.replace(self, softcap=softcap)
+        case._adopt({**self.tensors, "sink_logits": sink_logits})
+        return case
+
 
 @dataclass(frozen=True, repr=False)
 class WindowCase(Case):
     """A prompt of `tokens` tokens to compress: query_window [B, Hq, W, D], key and value [B, Hkv, T, D]. prefix_alone:
-    LongFlow's option, which is among the arguments if it is True."""
+    LongFlow's option, which is among the arguments if it is True. softcap, sink_logits [Hq]: of a state's prompt alone,
+    which functions do not take."""
 
     kind: ClassVar[str] = "window"
 
@@ -257,6 +269,7 @@ class WindowCase(Case):
     occupancy: str = "none"
     protect: str = "none"
     prefix_alone: bool = False
+    softcap: float | None = None
 
     query_window = property(lambda self: self.tensor("query_window"))
     key = property(lambda self: self.tensor("key"))
@@ -302,9 +315,14 @@ class WindowCase(Case):
     @property
     def score_inputs(self) -> dict[str, Any]:
         """Keyword arguments of `snapkv.window_score`, but for shared_heads."""
-        return {
-            name: value for name, value in self.snapkv_inputs.items() if name not in ("value", "budget", "protected")
-        }
+        inputs = {**self.snapkv_inputs, **self._changes}
+        return {name: value for name, value in inputs.items() if name not in ("value", "budget", "protected")}
+
+    @property
+    def _changes(self) -> dict[str, Any]:
+        """The softcap and the sinks, if there are any."""
+        given = {"softcap": self.softcap, "sink_logits": self.tensors.get("sink_logits")}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -314,21 +332,26 @@ class WindowCase(Case):
     @cached_property
     def attention(self) -> Attention:
         """The exact attention of the window's queries, for the bounds."""
-        found = attend(self.query_window, self.key, self.value, self.mask, scale=self.scale, causal=True)
+        found = attend(
+            self.query_window, self.key, self.value, self.mask, scale=self.scale, causal=True, **self._changes
+        )
         return found.before(self.tokens - self.observers) if self.prefix_alone else found
 
     @classmethod
     def of(cls, query_window: Tensor, key: Tensor, value: Tensor, *, budget: int, kernel_size: int = 5,
            occupied: Tensor | None = None, protected: Tensor | None = None, scale: float | None = None,
-           prefix_alone: bool = False) -> WindowCase:
+           prefix_alone: bool = False, softcap: float | None = None,
+           sink_logits: Tensor | None = None) -> WindowCase:
         """Make a case from given tensors."""
         batch, heads, tokens, head_dim = key.shape
         case = cls(
             batch=batch, key_value_heads=heads, group=query_window.shape[1] // heads, head_dim=head_dim,
             dtype=key.dtype, content="given", scale=scale, tokens=tokens, observers=query_window.shape[2],
             budget=budget, kernel_size=kernel_size, device=str(key.device), prefix_alone=prefix_alone,
+            softcap=softcap,
         )
         case._adopt({
             "query_window": query_window, "key": key, "value": value, "occupied": occupied, "protected": protected,
+            "sink_logits": sink_logits,
         })
         return case

@@ -233,8 +233,8 @@ def decode_output(case: Any, allowed: Arithmetic | None = None) -> Tensor:
 
 def causal_output(
     query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, scale: float | None = None,
-    allowed: Arithmetic | None = None,
+    allowed: Arithmetic | None = None, **changes: Any,
 ) -> Tensor:
     """Bound of a prompt's causal attention, [B, Hq, T, D]; arguments as for `oracle.attend`."""
-    return output_error(attend(query, key, value, occupied, scale=scale, causal=True),
+    return output_error(attend(query, key, value, occupied, scale=scale, causal=True, **changes),
                         allowed or arithmetic(query.dtype))

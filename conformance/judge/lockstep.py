@@ -84,7 +84,10 @@ class Adapter:
         output = tested.prefill(**prompt, **more)
         truth = reference.prefill(**upcast_all(prompt), **upcast_all(more))
         query, key, value, occupied = (whole(prompt)[name] for name in ("query", "key", "value", "occupied"))
-        return output, truth, bounds.causal_output(query, key, value, occupied, scale=scale_of(reference))
+        bound = bounds.causal_output(
+            query, key, value, occupied, scale=scale_of(reference), **changes_of(reference)
+        )
+        return output, truth, bound
 
     def append_block(self, tested: Any, reference: Any, block: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Like `prefill`, for states that have `append_block`."""

@@ -32,14 +32,18 @@ BACKENDS = {
 
 
 def attend_prompt(
-    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, *, padded: bool
+    query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, scale: float, *, padded: bool,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, str]:
     """Causal attention of a prompt to itself, as `prompt_attention.causal_attention`, and the kernel's name: "cudnn",
     "flash" or "kvtwin".
 
     query [B, Hq, T, D]; key, value [B, Hkv, T, D]; occupied [B, T] bool. padded=False: every token is occupied. With
     padded=True, the host reads where the tokens of each row begin and end, unless nothing but kvtwin's kernel can run.
+    It alone has a softcap and attention sinks.
     """
+    if softcap is not None or sink_logits is not None:
+        return causal_attention(query, key, value, occupied, scale, softcap, sink_logits), OWN
     name = library_kernel(query, key, value, scale)
     if name == OWN or (padded and not readable(occupied)):
         return causal_attention(query, key, value, occupied, scale), OWN

@@ -202,9 +202,11 @@ class State(Rows, Buffers, Changeable, Reorderable):
             return torch.ones(self.sizes.batch, total, dtype=torch.bool, device=self.device)
         return occupied
 
-    def _attend_prompt(self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, padded: bool) -> Tensor:
+    def _attend_prompt(
+        self, query: Tensor, key: Tensor, value: Tensor, occupied: Tensor, *, padded: bool, **changes: Any
+    ) -> Tensor:
         """Causal attention of a whole prompt: see `library_attention.attend_prompt`."""
-        output, self._prompt_kernel = attend_prompt(query, key, value, occupied, self.scale, padded=padded)
+        output, self._prompt_kernel = attend_prompt(query, key, value, occupied, self.scale, padded=padded, **changes)
         return output
 
     def _check_step(self, query: Tensor, key: Tensor, value: Tensor) -> None:

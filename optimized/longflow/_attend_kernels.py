@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._common.numerics import dot, fast_log2, from_fp8, multiply, of_any_width, round_to, row_norms
+from .._common.numerics import dot, fast_log2, from_fp8, of_any_width, round_to, row_norms, scaled_logit
 from .._common.scratch import all_occupied, is_last, row_of, written_of
+from .._common.softmax import begin as begin_softmax
 from .._common.softmax import weigh
 from ._score_kernels import finish_group
 
@@ -47,13 +48,14 @@ def _write_token(
 
 @triton.jit
 def _attend_tiles(
-    acc, row_max, weight_sum, q, key, value, pages, occupied, logits, newest, scale, value_factor, begin, end,
-    pages_s, key_p, key_s, key_d, value_p, value_s, value_d, occupied_s,
+    acc, row_max, weight_sum, q, key, value, pages, occupied, logits, newest, scale, softcap, value_factor,
+    begin, end, pages_s, key_p, key_s, key_d, value_p, value_s, value_d, occupied_s,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, ROWS: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK: tl.constexpr,
     PAGE: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr, WARPS: tl.constexpr,
 ):
     """Update the online softmax of ROWS queries (accumulator, maximum, sums) with slots begin to end. Stores the logits
-    plus log2 ||v||_1, which are the log scores except for the denominators of the whole row.
+    plus log2 ||v||_1, which are the log scores except for the denominators of the whole row. scale, softcap: see
+    `logit_factors`.
 
     FP8: the format of keys and values, or None. value_factor: of FP8 values, or None. The norms include it; the
     accumulator does not. The factor of FP8 keys is part of `scale`.
@@ -98,7 +100,7 @@ def _attend_tiles(
         if FP8 is not None:
             k = from_fp8(k, q.dtype, FP8)
         raw = dot(q, tl.trans(k))                                      # [ROWS, BLOCK]
-        logit = multiply(raw, scale)
+        logit = scaled_logit(raw, scale, softcap)
         if MASKED:
             logit = tl.where(holds[None, :], logit, float("-inf"))
         p, row_max, rescale = weigh(logit, row_max, tl.max(logit, 1))
@@ -117,7 +119,11 @@ def _attend_tiles(
             norm = norm * value_factor
         # An explicit fma: if the compiler decided whether to fuse, equal tokens could differ in the last bit between
         # the two loops. Unoccupied slots get -inf, like a value of zeros.
-        kept = tl.fma(raw, scale, fast_log2(norm))
+        log_norm = fast_log2(norm)
+        if softcap is None:
+            kept = tl.fma(raw, scale, log_norm)
+        else:
+            kept = logit + log_norm                                    # nothing is fused with `scaled_logit`
         # These lines are read again soon, unlike keys and values: keep them in the cache.
         valid = (row < GROUP_PAD)[:, None]
         if MASKED:
@@ -136,8 +142,8 @@ def _attend_tiles(
 ])
 def attend_kernel(
     query, key, value, key_scale, value_scale, pages, occupied, new_key, new_value, slot, positions, seen,
-    logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
-    scale, slots, early, splits, split_size, late_splits, late_size, heads,
+    logits, partial, row_maxima, weight_sums, ranks, output, completion_counters, sink_logits,
+    scale, softcap, slots, early, splits, split_size, late_splits, late_size, heads,
     query_b, query_h, query_d, key_b, key_h, key_s, key_d, value_b, value_h, value_s, value_d,
     occupied_b, occupied_h, occupied_s, new_key_b, new_key_h, new_key_d, new_value_b, new_value_h, new_value_d,
     pages_b, pages_s, key_scale_h, value_scale_h,
@@ -152,7 +158,8 @@ def attend_kernel(
     FUSED: the last program of a KV head finishes its outputs and ranks while other programs still read keys, so that
     most logits never leave the cache. Rows of the batch after the first `early` have smaller shares, so that all
     multiprocessors finish at about the same time. DEPENDENT: the next launch may start early and wait for this one.
-    FP8: keys and values are FP8 codes, uint8, with scales of KV heads, or None.
+    FP8: keys and values are FP8 codes, uint8, with scales of KV heads, or None. sink_logits: those of attention sinks,
+    with which the first share begins, or None.
     """
     # One grid axis, since the other axes are limited to 65,535 programs.
     program = tl.program_id(0)
@@ -214,16 +221,19 @@ def attend_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     SUMS: tl.constexpr = min(BLOCK, 8 * WARPS)                         # see _attend_tiles
     weight_sum = tl.zeros([ROWS, SUMS], tl.float32)
+    if sink_logits is not None:
+        row_max, of_sink = begin_softmax(sink_logits, k_head * GROUP + row, (row < GROUP) & (split == 0), ROWS)
+        weight_sum = tl.where((tl.arange(0, SUMS) == 0)[None, :], of_sink[:, None], 0.0)
     # Caches are usually full, and the second loop is empty. Two loops share their buffers; two branches would not.
     acc, row_max, weight_sum = _attend_tiles(
         acc, row_max, weight_sum, q, key, value, pages, mine, logits + batch_head * padded * GROUP_PAD,
-        newest, scale, value_factor, begin, whole, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
-        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, FP8, False, WARPS,
+        newest, scale, softcap, value_factor, begin, whole, pages_s, page_k, row_k, key_d, page_v, row_v, value_d,
+        occupied_s, HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, FP8, False, WARPS,
     )
     acc, row_max, weight_sum = _attend_tiles(
         acc, row_max, weight_sum, q, key, value, pages, mine, logits + batch_head * padded * GROUP_PAD,
-        newest, scale, value_factor, whole, end, pages_s, page_k, row_k, key_d, page_v, row_v, value_d, occupied_s,
-        HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, FP8, True, WARPS,
+        newest, scale, softcap, value_factor, whole, end, pages_s, page_k, row_k, key_d, page_v, row_v, value_d,
+        occupied_s, HEAD_DIM, D_PAD, ROWS, GROUP_PAD, BLOCK, PAGE, FP8, True, WARPS,
     )
     if value_factor is not None:
         acc = acc * value_factor

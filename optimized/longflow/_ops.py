@@ -33,7 +33,7 @@ from .._common.launch import (
     split_slots,
     stride_unit,
 )
-from .._common.numerics import LOG2_E
+from .._common.numerics import logit_factors
 from .._common.operation import operation
 from ._attend_kernels import attend_kernel
 from ._score_kernels import choose_kernel, score_kernel
@@ -164,8 +164,8 @@ def _(query: Tensor, occupied: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def step(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, score: Tensor, sink_end: Tensor, seen: Tensor,
-    workspace: Tensor, candidates: Tensor, completion_counters: Tensor, scale: float, per_head: bool,
-    protect_newest: bool,
+    workspace: Tensor, candidates: Tensor, completion_counters: Tensor, scale: float, softcap: float | None,
+    per_head: bool, protect_newest: bool, sink_logits: Tensor | None,
 ) -> Tensor:
     sizes = _sizes(query, key, occupied)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -173,6 +173,7 @@ def step(
         sizes, query, key, value, block_table, occupied, None, output, score, next_slot,
         (workspace, candidates, completion_counters), scale=scale, per_head=per_head,
         new_token=_NewToken(new_key, new_value, positions, sink_end, seen), protect_newest=protect_newest,
+        softcap=softcap, sink_logits=sink_logits,
     )
     return output
 
@@ -188,7 +189,7 @@ def _(query: Tensor) -> Tensor:
 def rank(
     query: Tensor, new_key: Tensor, new_value: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None,
     occupied: Tensor, positions: Tensor, next_slot: Tensor, seen: Tensor,
-    workspace: Tensor, completion_counters: Tensor, scale: float,
+    workspace: Tensor, completion_counters: Tensor, scale: float, softcap: float | None, sink_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The first half of `step`: the output, and the ranks of this process's KV heads, [B, Hkv, padded slots]."""
     sizes = _sizes(query, key, occupied)
@@ -197,7 +198,7 @@ def rank(
     _launch_attend(
         sizes, query, key, value, block_table, occupied, output, next_slot, pieces, completion_counters, scale=scale,
         per_head=False, token=_NewToken(new_key, new_value, positions, next_slot, seen), arrival=True,
-        at_once=True, dependent=False,
+        at_once=True, dependent=False, softcap=softcap, sink_logits=sink_logits,
     )
     return output, ranks
 
@@ -242,7 +243,7 @@ def _launch(
     protected: Tensor | None, output: Tensor, score: Tensor, slot: Tensor,
     scratch: tuple[Tensor, Tensor, Tensor], *, scale: float, per_head: bool,
     new_token: _NewToken | None = None, protect_newest: bool = False,
-    stored: _Stored = _PLAIN,
+    stored: _Stored = _PLAIN, softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> None:
     """Launch the two kernels of a step. A new token is first written into slot `slot`, and the protected slots are
     derived from positions. Without one, the cache is unchanged and `protected` is a mask."""
@@ -268,7 +269,7 @@ def _launch(
     _launch_attend(
         sizes, query, key, value, block_table, occupied, output, slot, pieces, completion_counters, scale=scale,
         per_head=per_head, token=token, arrival=new_token is not None, at_once=at_once, dependent=dependent,
-        stored=stored,
+        stored=stored, softcap=softcap, sink_logits=sink_logits,
     )
     with on_device_of(key):
         if at_once:
@@ -301,7 +302,7 @@ def _launch_attend(
     sizes: Sizes, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor | None, occupied: Tensor,
     output: Tensor, slot: Tensor, pieces: Sequence[Tensor], completion_counters: Tensor, *, scale: float,
     per_head: bool, token: _NewToken, arrival: bool, at_once: bool, dependent: bool,
-    stored: _Stored = _PLAIN,
+    stored: _Stored = _PLAIN, softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> None:
     """The first kernel: attention. at_once: it also ranks the slots of each KV head."""
     batch, _, heads, slots, head_dim = sizes
@@ -320,8 +321,8 @@ def _launch_attend(
     with on_device_of(key):
         attend_kernel[(heads * (work.early * work.splits + (batch - work.early) * splits),)](
             query, key, value, *scales, pages, occupied, token.key, token.value, slot, token.positions, token.seen,
-            logits, partial, row_maxima, weight_sums, ranks, output, completion_counters,
-            scale * LOG2_E.value, slots, *work[1:], heads,
+            logits, partial, row_maxima, weight_sums, ranks, output, completion_counters, sink_logits,
+            *logit_factors(scale, softcap), slots, *work[1:], heads,
             *query.stride(), *(stride // unit for stride in key.stride()[:3]), key.stride(3),
             *(stride // unit for stride in value.stride()[:3]), value.stride(3),
             occupied.stride(0) // byte_unit, head_stride // byte_unit, occupied.stride(-1),

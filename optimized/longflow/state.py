@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...reference.contract import Pages
 from ...reference.contract.arguments import check_all_finite, check_config, check_next_slot
+from ...reference.contract.attention import check_sink_logits
 from ...reference.contract.pages import check_own_pages
 from ...reference.contract.ranks import ProcessGroup, Shared, check_process_group, digest
 from ...reference.longflow import LongFlowConfig
@@ -26,7 +27,7 @@ class LongFlowState(State):
     key, value [B, Hkv, S, D] with S = budget; occupied [B, S] bool; positions [B, S] int64: the position of the token
     in each slot, counted from 0 with padding included, -1 = free; score [B, S] float32, of the last step; next_slot [B]
     int64, writable. With config.per_head the last four are [B, Hkv, S] and [B, Hkv]. The contents of unoccupied slots
-    are unspecified. process_group, pages: see `kvtwin.reference.longflow.LongFlowState`.
+    are unspecified. process_group, sink_logits, pages: see `kvtwin.reference.longflow.LongFlowState`.
     """
 
     config: LongFlowConfig
@@ -36,7 +37,7 @@ class LongFlowState(State):
     def __init__(
         self, config: LongFlowConfig, *, batch: int, query_heads: int, key_value_heads: int, head_dim: int,
         dtype: torch.dtype, device: torch.device | str, process_group: ProcessGroup | None = None,
-        pages: Pages | None = None,
+        sink_logits: Tensor | None = None, pages: Pages | None = None,
     ) -> None:
         super().__init__(
             check_config(config, LongFlowConfig), slots=config.budget, batch=batch, query_heads=query_heads,
@@ -50,6 +51,7 @@ class LongFlowState(State):
             head_dim=head_dim, dtype=dtype,
         )
         self._shared = Shared(process_group)
+        self.sink_logits = check_sink_logits(sink_logits, self.sizes, self.device)
         self._ranks = None if config.per_head else ranks_of(process_group, key_value_heads, self.device)
         heads, slots = key_value_heads, config.budget
         rows = (batch, heads) if config.per_head else (batch,)
@@ -65,12 +67,12 @@ class LongFlowState(State):
         with torch.inference_mode(False):
             self._scratch = _ops.scratch(self.sizes, self._caches[0], config.per_head)
         workspace, candidates, completion_counters = self._scratch
-        #: Of every step, behind the caches and their block table.
+        #: Of every step, between the caches with their block table and the sinks.
         self._arguments = _ops.step.arguments_after("block_table", {
             "occupied": self.occupied, "positions": self.positions, "next_slot": self._next_slot, "score": self.score,
             "sink_end": self._sink_end, "seen": self._seen, "workspace": workspace, "candidates": candidates,
-            "completion_counters": completion_counters, "scale": self.scale, "per_head": config.per_head,
-            "protect_newest": config.protect_newest,
+            "completion_counters": completion_counters, "scale": self.scale, "softcap": config.softcap,
+            "per_head": config.per_head, "protect_newest": config.protect_newest,
         })
         self.reset()
 
@@ -150,7 +152,9 @@ class LongFlowState(State):
         if self._shared.process_group is not None:
             check_process_group(self._shared.process_group, tokens=total, occupied=digest(occupied))
             self._start_change("prefill")                                       # another rank may fail
-        output = self._attend_prompt(query, key, value, occupied, padded=padded)
+        output = self._attend_prompt(
+            query, key, value, occupied, padded=padded, softcap=self.config.softcap, sink_logits=self.sink_logits
+        )
         if self._shared.process_group is None:
             self._start_change("prefill")
         if padded:
@@ -175,7 +179,9 @@ class LongFlowState(State):
         if self._ranks is not None:
             return self._step_with(self._ranks, query, key, value)
         self._note_change()
-        output: Tensor = _ops.step(query, key, value, *self._caches, self._block_table, *self._arguments)
+        output: Tensor = _ops.step(
+            query, key, value, *self._caches, self._block_table, *self._arguments, self.sink_logits
+        )
         return output
 
     def _step_with(self, ranks: Ranks, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -185,7 +191,7 @@ class LongFlowState(State):
         output: Tensor
         output, rank = _ops.rank(
             query, key, value, *self._caches, self._block_table, self.occupied, self.positions, self._next_slot,
-            self._seen, workspace, completion_counters, self.scale,
+            self._seen, workspace, completion_counters, self.scale, self.config.softcap, self.sink_logits,
         )
         _ops.choose(
             ranks.gather(rank), self.occupied, self.positions, self._next_slot, self.score, self._sink_end, self._seen,
@@ -227,8 +233,12 @@ class LongFlowState(State):
         """Put the budget - 1 best tokens of a long prompt into the first slots, the same for all heads."""
         if self.config.budget == 1:
             return
-        window = query[:, :, -self.config.window:]
-        received = prompt_selection.received(window, key, occupied, self.scale, self.config.prefix_alone)
+        config = self.config
+        window = query[:, :, -config.window:]
+        received = prompt_selection.received(
+            window, key, occupied, self.scale, config.prefix_alone, config.softcap,
+            None if config.prefix_alone else self.sink_logits,
+        )
         ranks = self._ranks if not self.config.per_head else ranks_of(
             self._shared.process_group, self.sizes.key_value_heads, self.device
         )

@@ -83,7 +83,7 @@ def attention(
     changes = {name: kwargs[name] for name in _CHANGES_LOGITS if kwargs.get(name) is not None}
     for name in changes:
         if name not in (("softcap", "s_aux") if owner is None else owner().takes):
-            by = repr(NAME) if owner is None else f"a {owner()._state_class.__name__}"
+            by = repr(NAME) if owner is None else f"a {owner().state_name}"
             raise NotImplementedError(_NO_CHANGE.format(type(module).__name__, name, by))
     if owner is not None:
         if dropout:

@@ -60,6 +60,11 @@ class StateLayer(CacheLayerMixin):
         return self.recording is not None
 
     @property
+    def state_name(self) -> str:
+        """The name of the State's class; `_state_class` may be a function."""
+        return type(self._config).__name__.replace("Config", "State")
+
+    @property
     def rows(self) -> int:
         """The number of rows of the state."""
         return int(self._made["batch"])

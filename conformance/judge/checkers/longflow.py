@@ -44,11 +44,13 @@ CASES = (DecodeCase, Fp8Case, PagedDecodeCase, PagedFp8Case)
 #: SnapKV for the prompt (section 4.1), as its authors run it. Eq. 3, i < t, protects the newest token.
 DEFAULTS = {
     "window": 32, "kernel_size": 5, "prefix_alone": False, "protect_newest": True, "per_head": False, "sinks": 0,
-    "check_finite": False, "scale": None,
+    "check_finite": False, "softcap": None, "scale": None,
 }
 SAME = ("window", "kernel_size", "prefix_alone", "per_head", "check_finite")
 #: Options that change the shapes of a state.
 GROUPINGS = ({"per_head": True},)
+#: See the package.
+COMPILED = ({"softcap": 2.0}, {"softcap": 2.0, "sink_logits": True})
 
 VARIANTS = (
     variant("per-head-with-sinks", {"per_head": True, "sinks": 2, "protect_newest": True}, reorder_at=2, reset_at=-1),
@@ -62,6 +64,18 @@ VARIANTS = (
     # Steep and wide, so that most rows would keep other tokens with the softmax over all.
     variant("prompt-softmax-over-the-prefix", {"prefix_alone": True, "window": 12, "kernel_size": 1}, batch=8,
             key_value_heads=2, prompt=60, padding="random", budget=36, steps=2, scale=1.5),
+    # Of logits below, about and far beyond it.
+    variant("softcapped-logits", {"softcap": 2.0, "window": 3}, padding="random", scale=-4.0, long=False),
+    variant("softcapped-logits-per-head-in-pages", {"softcap": 1.5, "per_head": True}, pages=4, scale=1.0,
+            dtype=torch.bfloat16),
+    variant("attention-sinks", {"sinks": 1, "window": 3}, sink_logits=True, padding="random", scale=1.0, long=False),
+    variant("attention-sinks-per-head", {"per_head": True}, sink_logits=True, padding="random", scale=1.0,
+            dtype=torch.bfloat16),
+    # Of several tiles, which programs may share.
+    variant("attention-sinks-and-a-softcap", {"softcap": 1.5}, **ONE | {"key_value_heads": 2, "group": 3},
+            sink_logits=True, scale=1.0, prompt=159, budget=150, steps=3),
+    variant("attention-sinks-and-a-softcap-over-the-prefix", {"softcap": 1.5, "prefix_alone": True, "window": 12},
+            sink_logits=True, prompt=60, padding="random", budget=36, steps=2, scale=1.5),
 )
 
 
@@ -266,6 +280,7 @@ class Adapter(lockstep.Adapter):
         case = WindowCase.of(
             observers, prompt["key"], prompt["value"], budget=target, kernel_size=config.kernel_size,
             occupied=occupied, protected=sinks, scale=config.scale, prefix_alone=config.prefix_alone,
+            softcap=config.softcap, sink_logits=None if config.prefix_alone else reference.sink_logits,
         )
         # The prompt is compressed for all heads together, even if each head evicts alone later.
         kept, right = (_shared(state.positions)[:, :target] for state in (tested, reference))
@@ -284,7 +299,7 @@ class Adapter(lockstep.Adapter):
         case = DecodeCase.of(
             query, tested.key, tested.value, reference.occupied,
             protected=protected, scale=config.scale, per_head=config.per_head,
-        )
+        ).changed(**lockstep.changes_of(reference))
         with field("score"):
             assert_within(tested.score, reference.score, score_bound(case, self.allowed), what="score of the last step")
         verdict = assert_slot_right(

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
-from kvtwin.conformance.methods.every_method.test_caches_captured import CACHES, FIRST, check
+from kvtwin.conformance.methods.every_method.test_caches_captured import CACHES, FIRST, check, make
 from kvtwin.conformance.methods.every_method.test_caches_rows import SIDES, fed
 from kvtwin.conformance.methods.support.hf_cases import feed
 from kvtwin.conformance.methods.support.tiny_models import VOCABULARY, filled, generate, prompts
@@ -38,6 +38,10 @@ CAPPED: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 1, "tie_word_embeddings": False},
     "gpt_oss": {},
 }
+#: Caches that take these, by name, of a block method and of LongFlow.
+OF_CAPPED: dict[str, dict[str, Any]] = {"H2OCache": {"block_size": 4}, "LongFlowCache": {"window": 3}}
+#: The others that do not.
+REFUSING = [name for name in FIRST if name in ("thinkv", "synckv", "epikv", "kivi", "pm-kvq", "quest", "cake")]
 FAMILIES = [name for name in (
     "apertus", "arcee", "aria_text", "biogpt", "bitnet", "cohere", "ctrl", "ernie4_5", "flex_olmo", "gemma", "gemma2",
     "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "hunyuan_v1_dense",
@@ -61,8 +65,8 @@ def made(family: str, device: torch.device, first: str = "sliding_attention") ->
     return model
 
 
-def cache(side: str, model: Any, budget: int = 6) -> Any:
-    return SIDES[side].H2OCache(model.config, budget=budget, block_size=4)
+def cache(side: str, model: Any, budget: int = 6, name: str = "H2OCache") -> Any:
+    return getattr(SIDES[side], name)(model.config, budget=budget, **OF_CAPPED[name])
 
 
 @every_family
@@ -86,11 +90,12 @@ def test_assisted_decoding(family, side, device):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("family", CAPPED)
-def test_changed_logits_are_those_of_eager_attention(family, side, device):
+@pytest.mark.parametrize("name", OF_CAPPED)
+def test_changed_logits_are_those_of_eager_attention(name, family, side, device):
     """With a budget of all tokens, padding, and blocks; also with a cache of transformers. Without the change, the
     model's tokens are others."""
     model, inputs = made(family, device), prompts(13, [0, 5], device)
-    used = cache(side, model, budget=20), transformers.DynamicCache(config=model.config)
+    used = cache(side, model, 21, name), transformers.DynamicCache(config=model.config)
     found = [generate(model, inputs, 8, past_key_values=one).tolist() for one in used]
     model.set_attn_implementation("eager")
     expected = generate(model, inputs, 8).tolist()
@@ -104,22 +109,32 @@ def test_changed_logits_are_those_of_eager_attention(family, side, device):
 
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize("family", CAPPED)
-def test_captured_steps_with_changed_logits(family, device):
-    name = next(name for name in FIRST if CACHES[name][0] == "H2O")
+@pytest.mark.parametrize("name", OF_CAPPED)
+def test_captured_steps_with_changed_logits(name, family, device):
+    name = next(found for found in FIRST if CACHES[found][0] == name.removesuffix("Cache"))
     check(name, made(family, device, "full_attention"), prompts(9, [0, 2], device), 14, 6)
 
 
-def test_sinks_are_those_that_the_model_has_now(device):
+@pytest.mark.parametrize("name", OF_CAPPED)
+def test_sinks_are_those_that_the_model_has_now(name, device):
     """A cache keeps no copy: weights change in place, or others take their place."""
     model, inputs = made("gpt_oss", device), prompts(13, [0, 5], device)
-    used, found = cache("reference", model, budget=20), []
+    used, found = cache("reference", model, 21, name), []
     for layer in (None, model.model.layers[1].self_attn):
         if layer is not None:
             layer.sinks = torch.nn.Parameter(layer.sinks + 30)
-        fresh = cache("reference", model, budget=20)
+        fresh = cache("reference", model, 21, name)
         found.append([generate(model, inputs, 8, past_key_values=one).tolist() for one in (used, fresh)])
         used.reset()
     assert found[0][0] == found[0][1] != found[1][0] == found[1][1]
+
+
+@pytest.mark.kind("bad_input")
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family in CAPPED for name in REFUSING])
+def test_changed_logits_are_refused_by_name(family, name, device):
+    model = made(family, device, "full_attention")
+    with pytest.raises(NotImplementedError, match=f"passes {'softcap' if family == 'gemma2' else 's_aux'}.*State"):
+        feed(model, make(name, model, SIDES["reference"]))
 
 
 @pytest.mark.kind("bad_input")

@@ -109,13 +109,6 @@ def test_rejects_a_model_without_our_attention(inputs):
     model.generate(**inputs, past_key_values=cache, max_new_tokens=3)
 
 
-def test_softcapped_logits():
-    model = tiny_models.model("gemma2", attn_implementation="eager")
-    model.set_attn_implementation("kvtwin")
-    with pytest.raises(NotImplementedError, match="softcap"):
-        feed(model, LongFlowCache(model.config, budget=4))
-
-
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
 def test_rejects_options_that_change_logits(name):
     query = torch.zeros(1, 2, 3, 16)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,10 @@ SCALARS: dict[str, list[tuple[list[Any], type[Exception], str]]] = {
     ],
     "sinks": [(NOT_INTEGERS, TypeError, "must be an int"), ([-1], ValueError, "must be at least 0")],
     "scale": [(NOT_SCALES, TypeError, "must be a float or None"), (NOT_FINITE, ValueError, "must be finite")],
+    "softcap": [
+        (NOT_SCALES, TypeError, "must be a float or None"),
+        ([0, 0.99, -2.0, float("nan"), float("inf"), 2**20 + 1], ValueError, "must be from 1 to"),
+    ],
     **{
         flag: [(NOT_FLAGS, TypeError, "must be a bool")]
         for flag in ("per_head", "protect_newest", "prefix_alone", "check_finite", "shared_heads")
@@ -71,7 +76,7 @@ OPTIONS = {
     "compress": ["budget", "kernel_size", "shared_heads", "scale"],
     "LongFlowConfig": [
         "budget", "per_head", "protect_newest", "sinks", "window", "kernel_size", "prefix_alone", "check_finite",
-        "scale",
+        "scale", "softcap",
     ],
     "LongFlowState": ["config", *STATE, "device"],
 }
@@ -104,6 +109,27 @@ def test_a_wrong_number_or_flag(
         arguments = good(subject, device)
     arguments[option] = value
     refused(getattr(module, subject), error, rf"^{option}\b.*{says}.*got.*{shown(value)}", **arguments)
+
+
+@both_sides
+@pytest.mark.parametrize(
+    ("spoil", "error", "says"),
+    [
+        (torch.Tensor.tolist, TypeError, r"must be a torch.Tensor \[Hq\], got list"),
+        (lambda x: x, ValueError, r"must be \[Hq\] = \(4,\), got \(8,\)"),
+        (lambda x: x[::2], ValueError, "must be contiguous, got a stride of 2"),
+        (lambda x: x[:4].long(), TypeError, "dtype must be one of .*int64"),
+        (lambda x: x[:4].to("meta"), ValueError, "must be on .*, got meta"),
+    ],
+    ids=["list", "shape", "stride", "dtype", "device"],
+)
+def test_wrong_sinks(
+    spoil: Callable[[Tensor], Any], error: type[Exception], says: str, side: str, twins: Twins, device: torch.device
+) -> None:
+    module = getattr(twins, side).longflow
+    sinks = spoil(torch.zeros(8, device=device))
+    arguments = STATE | {"config": module.LongFlowConfig(4), "device": device, "sink_logits": sinks}
+    refused(module.LongFlowState, error, rf"^sink_logits\b.*{says}", **arguments)
 
 
 @both_sides

@@ -30,12 +30,14 @@ _WINDOW = tl.constexpr(2**31 - 2)
 
 @operation("kvtwin::prompt_received", mutates_args=())
 def received(
-    query_window: Tensor, key: Tensor, occupied: Tensor, scale: float, prefix_alone: bool = False
+    query_window: Tensor, key: Tensor, occupied: Tensor, scale: float, prefix_alone: bool = False,
+    softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Each token's softmax weight, averaged over the window's queries and the heads of a group: [B, Hkv, T] float32.
 
     query_window [B, Hq, W, D]: the queries of the last W tokens; key [B, Hkv, T, D]; occupied [B, T] bool.
-    prefix_alone: the softmax runs over the tokens before the window alone, whose own tokens receive 0.
+    prefix_alone: the softmax runs over the tokens before the window alone, whose own tokens receive 0. softcap: of the
+    logits. sink_logits [Hq], contiguous: those of attention sinks.
     """
     window = None
     if prefix_alone:
@@ -45,8 +47,9 @@ def received(
         window = Window(asks, torch.arange(total, device=key.device).expand(key.shape[:3]))
     softmax_parts = torch.empty(2, *query_window.shape[:3], dtype=torch.float32, device=key.device)
     result = torch.empty(key.shape[:3], dtype=torch.float32, device=key.device)
-    launch_attention(query_window, key, None, occupied, window, None, softmax_parts, None, scale)
-    launch_received(query_window, key, occupied, window, softmax_parts, result, scale, mean=True)
+    launch_attention(query_window, key, None, occupied, window, None, softmax_parts, None, scale, softcap=softcap,
+                     sink_logits=sink_logits)
+    launch_received(query_window, key, occupied, window, softmax_parts, result, scale, mean=True, softcap=softcap)
     return result
 
 
