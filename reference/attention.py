@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 INF = math.inf
 
@@ -73,7 +72,7 @@ def logits(
     """
     dtype, slots = accumulate_dtype(query), key.shape[2]
     with exact(query):
-        ends = [slots] * (query.shape[2] * (query.dim() == 4))
+        ends = [slots] * (query.shape[2] if query.dim() == 4 else 1)
         return _logits(query.to(dtype), key.to(dtype), occupied, scale, softcap, ends)
 
 
@@ -85,10 +84,12 @@ def _logits(
     keys, slots = zero_unoccupied(key, occupied).contiguous()[:, :, None], key.shape[2]  # [B, Hkv, 1, S, D]
     # No matrix product: it may sum the last slots in another order, and equal keys must get equal logits.
     grouped = query.contiguous().unflatten(1, (keys.shape[1], -1))                     # [B, Hkv, G, D] or with Q
-    queries = zip(grouped.unbind(3), ends, strict=True) if query.dim() == 4 else [(grouped, slots)]
-    parts = ((softcapped(scale * (each[..., None, :] * keys[..., :end, :]).sum(-1), softcap), end)
-             for each, end in queries)
-    product = torch.stack([pad(part, (0, slots - end), value=-INF) for part, end in parts], 3).flatten(1, 2)
+    queries = grouped if query.dim() == 4 else grouped[:, :, :, None]                  # [B, Hkv, G, Q, D]
+    product = queries.new_full((*queries.shape[:-1], slots), -INF)
+    for number, end in enumerate(ends):
+        part = (queries[..., number, None, :] * keys[..., :end, :]).sum(-1)
+        product[..., number, :end] = softcapped(scale * part, softcap)
+    product = product.flatten(1, 2)                                                    # [B, Hq, Q, S]
     mask = per_kv_head(occupied)
     mask = per_query_head(mask, query.shape[1]) if mask.shape[1] > 1 else mask         # [B, 1 or Hq, S]
     product = product.masked_fill(~mask[:, :, None], -INF)
@@ -103,7 +104,7 @@ def softmax(logit: Tensor, sink_logits: Tensor | None = None) -> Tensor:
     """
     if sink_logits is not None:
         return softmax(with_sinks(logit, sink_logits))[..., :-1]
-    empty = (logit == -INF).all(-1, keepdim=True)
+    empty = logit.amax(-1, keepdim=True) == -INF
     return logit.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..attention import INF, accumulate_dtype, exact, logits, softmax, sum_in_order
-from ..blocks import BlockState, Chunk, IntervalConfig
+from ..attention import INF, accumulate_dtype, exact, softmax, sum_in_order
+from ..blocks import Chunk, IntervalConfig
 from ..contract.arguments import check_choice, check_flag, check_integer, check_kernel_size, check_ratio
 from ..selection import order
+from ..window import WindowState
 
 __all__ = ["RKVConfig", "RKVState"]
 
@@ -90,12 +91,11 @@ def redundancy(
     """
     unit = unit_keys(key, occupied)
     with exact(unit):
-        similar = unit @ unit.transpose(-1, -2)                                          # C, [B, Hkv, S, S]
+        similar = unit @ unit.transpose(-1, -2)              # C, [B, Hkv, S, S]: 0, not above any threshold, where free
     similar.diagonal(dim1=-2, dim2=-1).zero_()
-    similar.masked_fill_(~(occupied[..., :, None] & occupied[..., None, :]), 0)          # not above any threshold
     by_age = positions.argsort(-1)
     age = by_age.argsort(-1)[..., None, :]                                               # [B, Hkv, 1, S]
-    above = similar.clone().gt_(threshold)                 # 1 or 0 as floating-point numbers, which torch does faster
+    above = torch.gt(similar, threshold, out=torch.empty_like(similar))                  # 1 or 0, faster than bools
     latest = above.mul_(age + 1).amax(-1, keepdim=True).long() - 1                       # of row i, [B, Hkv, S, 1]
     place = by_age[..., None].gather(-2, latest.clamp_min(0))
     first = positions.masked_fill(~occupied, torch.iinfo(positions.dtype).max).argmin(-1)[..., None, None]
@@ -107,7 +107,7 @@ def redundancy(
     return softmax(mean.masked_fill(~occupied, -INF))
 
 
-class RKVState(BlockState):
+class RKVState(WindowState):
     """An R-KV cache, see `BlockState`.
 
     After a block or decode step, a KV head of a row with at least budget + interval tokens is due: it scores its tokens
@@ -117,33 +117,19 @@ class RKVState(BlockState):
     """
 
     Config = RKVConfig
-    _per_row = ("_window_query", "_window_positions")
-
-    def _allocate(self) -> None:
-        super()._allocate()
-        batch, query_heads, _, _, head_dim = self.sizes
-        observers = self.config.observers
-        shape = (batch, query_heads, observers, head_dim)
-        self._window_query = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._window_positions = torch.full((batch, observers), -1, dtype=torch.int64, device=self.device)
 
     def _observe(self, chunk: Chunk) -> None:
-        config = self.config
-        query = chunk.query.masked_fill(~chunk.valid[:, None, :, None], 0)
-        self._window_query.copy_(torch.cat((self._window_query, query), 2)[:, :, -config.observers:])
-        positions = chunk.positions.where(chunk.valid, -1)                               # [B, Q]
-        self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -config.observers:])
-
+        config, logit = self.config, self._observe_window(chunk)
         is_new = torch.arange(self.sizes.slots, device=self.device) >= config.capacity
         score = self.score.masked_fill(is_new, INF)
         self._earlier = score                                            # the conformance suite reads it, too
         due = self._due()
         if bool(due.any()):
-            score = torch.where(due, self._mixed(config.capacity + chunk.query.shape[2]), score)
+            score = torch.where(due, self._mixed(logit, config.capacity + chunk.query.shape[2]), score)
         self.score.copy_(score.masked_fill(~self.occupied, -INF))
 
-    def _mixed(self, end: int) -> Tensor:
-        """The scores, [B, Hkv, S]; +inf in the window. Slots from `end` on are free."""
+    def _mixed(self, logit: Tensor, end: int) -> Tensor:
+        """The scores, [B, Hkv, S]; +inf in the window. logit [B, Hkv, G, W, S]; slots from `end` on are free."""
         config, places = self.config, self._places()
         prefix = self.occupied & ~self._in_window()
         repeated = redundancy(
@@ -151,7 +137,7 @@ class RKVState(BlockState):
             exempts_first=config.exempts_first,
         )
         repeated = functional.pad(repeated, (0, self.sizes.slots - end))
-        score = config.mix_lambda * self._importance(prefix, places, end) - (1 - config.mix_lambda) * repeated
+        score = config.mix_lambda * self._importance(logit, prefix, places) - (1 - config.mix_lambda) * repeated
         return score.masked_fill(~prefix, INF)
 
     def _places(self) -> Tensor:
@@ -164,14 +150,9 @@ class RKVState(BlockState):
         by_age = torch.empty_like(lowest).scatter(-1, place, lowest)
         return order(by_age).gather(-1, place)
 
-    def _importance(self, prefix: Tensor, places: Tensor, end: int) -> Tensor:
+    def _importance(self, logit: Tensor, prefix: Tensor, places: Tensor) -> Tensor:
         """The importance of the tokens of prefix [B, Hkv, S] bool, pooled along `places`: [B, Hkv, S]."""
-        logit = logits(
-            self._window_query, self.key[:, :, :end], self.occupied[..., :end], scale=self.scale,
-            softcap=self.config.softcap,
-        )
-        logit = functional.pad(logit, (0, self.sizes.slots - end), value=-INF)           # [B, Hq, W, S]
-        largest = logit.unflatten(1, (self.sizes.key_value_heads, -1)).amax(2)           # [B, Hkv, W, S]
+        largest = logit.amax(2)                                                          # [B, Hkv, W, S]
         asks = (self._window_positions >= 0)[:, None, :, None]
         weight = softmax(largest.masked_fill(~(prefix[:, :, None] & asks), -INF))
         received = sum_in_order(weight, 2) / asks.sum(2).clamp_min(1)                     # I, [B, Hkv, S]

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..attention import INF, logits, per_kv_head, softmax, sum_in_order, with_sinks
-from ..blocks import AttendResult, BlockState, Chunk, IntervalConfig, attention_of_block, group_mean
+from ..attention import INF, per_kv_head, softmax, sum_in_order
+from ..blocks import AttendResult, Chunk, IntervalConfig, attention_of_block, group_mean
 from ..contract.arguments import check_integer, check_kernel_size
 from ..contract.ranks import ProcessGroup
 from ..contract.results import CompressResult
 from ..prompt_compression import compress_prompt, score_prompt
 from ..selection import order
+from ..window import WindowState
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
 
@@ -104,7 +105,7 @@ def compress(
     )
 
 
-class SnapKVState(BlockState):
+class SnapKVState(WindowState):
     """A SnapKV cache, see `BlockState`.
 
     `score` is the pooled attention from the queries of the last `window` tokens to the cached tokens, +inf for the
@@ -118,35 +119,10 @@ class SnapKVState(BlockState):
     """
 
     Config = SnapKVConfig
-    _per_row = ("_window_query", "_window_positions")
-
-    def _allocate(self) -> None:
-        super()._allocate()
-        batch, query_heads, _, _, head_dim = self.sizes
-        shape = (batch, query_heads, self.config.observers, head_dim)
-        self._window_query = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._window_positions = torch.full(
-            (batch, self.config.observers), -1, dtype=torch.int64, device=self.device
-        )
 
     def _observe(self, chunk: Chunk) -> None:
         observers, heads = self.config.observers, self.sizes.key_value_heads
-        query = chunk.query.masked_fill(~chunk.valid[:, None, :, None], 0)
-        self._window_query.copy_(torch.cat((self._window_query, query), 2)[:, :, -observers:])
-        positions = chunk.positions.where(chunk.valid, -1)                                # [B, Q]
-        self._window_positions.copy_(torch.cat((self._window_positions, positions), 1)[:, -observers:])
-
-        end = self.config.capacity + chunk.query.shape[2]                               # slots from here on are free
-        logit = logits(
-            self._window_query, self.key[:, :, :end], self.occupied[..., :end], scale=self.scale,
-            softcap=self.config.softcap,
-        )
-        logit = functional.pad(logit, (0, self.sizes.slots - end), value=-INF)          # [B, Hq, W, S]
-        future = self.positions[:, :, None] > self._window_positions[:, None, :, None]  # [B, Hkv, W, S]
-        future = future.repeat_interleave(self.sizes.group, dim=1)
-        logit = with_sinks(logit, self.sink_logits)
-        future = functional.pad(future, (0, logit.shape[-1] - self.sizes.slots))         # a sink is never later
-        weight = softmax(logit.masked_fill(future, -INF))[..., :self.sizes.slots]
+        weight = softmax(self._observe_window(chunk).flatten(1, 2), self.sink_logits)     # [B, Hq, W, S]
         observing = (self._window_positions >= 0).sum(-1).clamp_min(1)[:, None, None]
         received = sum_in_order(group_mean(weight, heads), 2) / observing               # [B, Hkv, S]
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from ....reference import attention as eager
 from ...cases import draws, tiny
 from ...cases.block_cases import LAYOUTS, AttendCase, attend_cases
 from ...cases.case import Case
@@ -359,6 +360,9 @@ def resume_window(tested: Any, reference: Any) -> None:
     query = tested._window_query
     reference._window_positions = positions
     reference._window_query = query.gather(2, order[:, None, :, None].expand_as(query)).double()
+    given = reference._window_query, reference.key, reference.occupied
+    logit = eager.logits(*given, scale=reference.scale, softcap=reference.config.softcap)
+    reference._window_logit = logit.unflatten(1, (reference.sizes.key_value_heads, -1)).movedim(-1, 2)
 
 
 def no_ties(chunk: Chunk) -> Tensor:
