@@ -9,7 +9,7 @@ from .attention import INF
 from .blocks import BlockState, Chunk
 
 
-class WindowState(BlockState):
+class WindowedState(BlockState):
     """A block cache whose scores depend on the queries of the last W = `config.observers` tokens.
 
     A subclass calls `_observe_window` in each `_observe`. The logits of a query are those of its own block, which

@@ -19,7 +19,7 @@ from ..attention import INF, accumulate_dtype, exact, softmax, sum_in_order
 from ..blocks import Chunk, IntervalConfig
 from ..contract.arguments import check_choice, check_flag, check_integer, check_kernel_size, check_ratio
 from ..selection import order
-from ..window import WindowState
+from ..window import WindowedState
 
 __all__ = ["RKVConfig", "RKVState"]
 
@@ -107,7 +107,7 @@ def redundancy(
     return softmax(mean.masked_fill(~occupied, -INF))
 
 
-class RKVState(WindowState):
+class RKVState(WindowedState):
     """An R-KV cache, see `BlockState`.
 
     After a block or decode step, a KV head of a row with at least budget + interval tokens is due: it scores its tokens

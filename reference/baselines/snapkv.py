@@ -22,7 +22,7 @@ from ..contract.ranks import ProcessGroup
 from ..contract.results import CompressResult
 from ..prompt_compression import compress_prompt, score_prompt
 from ..selection import order
-from ..window import WindowState
+from ..window import WindowedState
 
 __all__ = ["AttendResult", "CompressResult", "SnapKVConfig", "SnapKVState", "attend", "compress", "window_score"]
 
@@ -105,7 +105,7 @@ def compress(
     )
 
 
-class SnapKVState(WindowState):
+class SnapKVState(WindowedState):
     """A SnapKV cache, see `BlockState`.
 
     `score` is the pooled attention from the queries of the last `window` tokens to the cached tokens, +inf for the
