@@ -12,8 +12,8 @@ from .blocks import BlockState, Chunk
 class WindowedState(BlockState):
     """A block cache whose scores depend on the queries of the last W = `config.observers` tokens.
 
-    A subclass calls `_observe_window` in each `_observe`. The logits of a query are those of its own block, which
-    stay with the tokens that are kept: `_window_logit` [B, Hkv, S, G, W], in the window's order.
+    A subclass calls `_observe_window` in each `_observe`. The logits of a query are computed with its block, and those
+    of tokens that are kept stay: `_window_logit` [B, Hkv, S, G, W], in the window's order.
     """
 
     _per_slot = (*BlockState._per_slot, "_window_logit")
